@@ -1,0 +1,80 @@
+// The arithmetic of the epilogue, shared by all kernels, and its operands as a kernel sees them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "scaled_mm/scaled_mm.h"
+
+namespace jax_qmm {
+
+// A vector operand of any of its dtypes, or the value that stands for an absent one.
+template <class T>
+struct VectorArg {
+  void const* data;
+  DType dtype;
+  int64_t stride, batch_stride;
+  T absent;
+
+  __device__ T load(int l, int i) const {
+    if (data == nullptr) return absent;
+    int64_t offset = l * batch_stride + i * stride;
+    if constexpr (sizeof(T) == 4 && T(0.5f) == T(0)) {
+      return static_cast<T const*>(data)[offset];
+    } else {
+      switch (dtype) {
+        case DType::kBF16: return __bfloat162float(static_cast<__nv_bfloat16 const*>(data)[offset]);
+        case DType::kF16: return __half2float(static_cast<__half const*>(data)[offset]);
+        default: return static_cast<float const*>(data)[offset];
+      }
+    }
+  }
+};
+
+template <class T>
+VectorArg<T> vector_arg(Vector const& v, T absent) {
+  return {v.data, v.dtype, v.stride, v.batch_stride, absent};
+}
+inline VectorArg<float> scale_arg(Vector const& v) { return vector_arg(v, 1.0f); }
+// x + -0 is x for every x, -0 included.
+inline VectorArg<float> bias_arg(Vector const& v) { return vector_arg(v, -0.0f); }
+// Without azp, azp_adj holds the products of the two; without both, 1 * 0 is subtracted.
+inline VectorArg<int32_t> azp_arg(Vector const& v) { return vector_arg(v, 1); }
+inline VectorArg<int32_t> azp_adj_arg(Vector const& v) { return vector_arg(v, 0); }
+
+// Unsigned, because overflow is defined there: only the sum itself must fit int32, not what it is made of.
+__device__ inline float subtract_zero_point(int32_t acc, int32_t azp, int32_t azp_adj) {
+  return static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(acc) -
+                                                 static_cast<uint32_t>(azp) * static_cast<uint32_t>(azp_adj)));
+}
+
+__device__ inline float combine(float acc, float scale_a, float scale_b, float bias) {
+  return fmaf(scale_a, scale_b * acc, bias);
+}
+
+// Which of the dtypes of its width the output has.
+struct OutputArg {
+  DType dtype;
+
+  template <class Bits, class Out, int N, class Values, class Sums>
+  __device__ Out round(Values const& values, Sums const& sums) const {
+    Out out;
+    if constexpr (sizeof(Bits) == 2) {
+      if (dtype == DType::kBF16) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) out[i] = __bfloat16_as_ushort(__float2bfloat16_rn(values[i]));
+      } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) out[i] = __half_as_ushort(__float2half_rn(values[i]));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        out[i] = dtype == DType::kS32 ? static_cast<Bits>(sums[i]) : __float_as_uint(values[i]);
+      }
+    }
+    return out;
+  }
+};
+
+}  // namespace jax_qmm

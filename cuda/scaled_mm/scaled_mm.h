@@ -1,0 +1,60 @@
+// Scaled matrix products of 8-bit operands: all that the FFI handlers and the bindings see of this family.
+//
+//   out[l, m, n] = scale_a[l, m] * scale_b[l, n] * (sum_k a[l, m, k] * b[l, n, k] - azp[l, m] * azp_adj[l, n]) + bias[l, n]
+//
+// Products of int8 are summed, and zero points subtracted, in int32 (modulo 2^32); then float32 with one fused
+// multiply-add; then one rounding to the output's dtype. An int32 output is the sums themselves.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+namespace jax_qmm {
+
+enum class DType { kS8, kF8E4M3, kBF16, kF16, kF32, kS32 };
+
+// A vector along M or N with one value for each batch entry and row or column, or fewer: a stride is 0 where the value
+// is shared. `data` is null where the operand is absent.
+struct Vector {
+  void const* data = nullptr;
+  DType dtype = DType::kF32;
+  int64_t stride = 0;
+  int64_t batch_stride = 0;
+};
+
+struct ScaledMm {
+  void const* a;  // (batch, m, k), K contiguous
+  void const* b;  // (batch, n, k), K contiguous
+  void* out;      // (batch, m, n), N contiguous
+  int m, n, k, batch;
+  int64_t a_batch_stride, b_batch_stride;  // 0 where one matrix serves the whole batch
+  DType in;                                // kS8 or kF8E4M3
+  DType out_dtype;                         // kBF16, kF16, kF32, or kS32 for the raw sums of int8
+  bool fast_accum;                         // fp8: sum inside the tensor cores' narrow accumulator
+  Vector scale_a, scale_b, bias, azp, azp_adj;
+};
+
+// What will run: an entry of the kernel table, or the kernel for any alignment when `instance` is -1.
+struct ScaledMmChoice {
+  int instance;
+  int swizzle;  // side of the square of tiles that are computed together, for reuse in L2
+};
+
+// Chooses a kernel on the host from the shape, the dtypes and the addresses' alignment; launches nothing.
+ScaledMmChoice select_scaled_mm(ScaledMm const& problem, int sm_count);
+
+// How many entries the kernel table has, one entry in words, and whether it can serve the problem.
+int scaled_mm_instances();
+std::string describe_scaled_mm(ScaledMmChoice choice);
+bool supports_scaled_mm(int instance, ScaledMm const& problem);
+
+// Raises the kernels' shared memory limits on the current device; call it once per device, outside of stream capture.
+cudaError_t prepare_scaled_mm();
+
+// Enqueues the product on `stream` of the current device. Empty outputs are legal.
+cudaError_t launch_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice, int sm_count, cudaStream_t stream);
+
+}  // namespace jax_qmm
