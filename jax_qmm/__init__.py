@@ -1,0 +1,34 @@
+"""Quantized matrix multiplication for JAX on NVIDIA GPUs: int8 and fp8 at the speed of the chip."""
+
+import importlib
+
+from jax_qmm._ffi import export_disabled_checks
+from jax_qmm.explain import explain
+from jax_qmm.ops.dot_general import dot_general, einsum, matmul
+from jax_qmm.ops.quantize import quantize
+from jax_qmm.ops.scaled_mm import azp_adjustment, scaled_mm, scaled_mm_azp, scaled_mm_azp_per_token
+from jax_qmm.qarray import QArray
+from jax_qmm.schemes import W8A8, Rule
+
+__all__ = [
+    "QArray",
+    "Rule",
+    "W8A8",
+    "azp_adjustment",
+    "dot_general",
+    "einsum",
+    "explain",
+    "export_disabled_checks",
+    "matmul",
+    "quantize",
+    "scaled_mm",
+    "scaled_mm_azp",
+    "scaled_mm_azp_per_token",
+]
+
+
+def __getattr__(name):
+    # Flax is an optional dependency: its modules load when they are first named.
+    if name in ("nnx", "linen"):
+        return importlib.import_module(f"jax_qmm.{name}")
+    raise AttributeError(f"module 'jax_qmm' has no attribute {name!r}")
