@@ -16,3 +16,8 @@ struct Gemm {
 };
 
 }  // namespace jax_qmm::sm90
+
+// The kernel of one line of instances_sm90.def.
+#define JAX_QMM_GEMM(in, accum, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)           \
+  ::jax_qmm::sm90::Gemm<::jax_qmm::DType::in, ::jax_qmm::sm90::Accum::accum, out_bytes, tile_m, tile_n, tile_k,   \
+                        cluster_m, cluster_n, ::jax_qmm::sm90::Schedule::schedule, swap>

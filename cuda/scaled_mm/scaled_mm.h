@@ -51,6 +51,10 @@ int scaled_mm_instances();
 std::string describe_scaled_mm(ScaledMmChoice choice);
 bool supports_scaled_mm(int instance, ScaledMm const& problem);
 
+// Makes `select_scaled_mm` answer `choice` for problems of this shape and these dtypes, where it can serve them.
+void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice);
+void clear_scaled_mm_tuning();
+
 // Raises the kernels' shared memory limits on the current device; call it once per device, outside of stream capture.
 cudaError_t prepare_scaled_mm();
 

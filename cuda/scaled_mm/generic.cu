@@ -1,0 +1,184 @@
+// The product for operands that TMA can't describe: any alignment, any N and K, K = 0 too. Warp-level tensor cores on
+// 64 x 64 tiles; e4m3 is widened to float16, whose products are exact, so its sums are full float32 ones.
+#include <cuda_fp8.h>
+
+#include "scaled_mm/epilogue.cuh"
+#include "scaled_mm/generic.h"
+
+namespace jax_qmm {
+namespace {
+
+constexpr int kTile = 64;             // rows, columns and K bytes of a tile
+constexpr int kPitch = kTile + 16;    // bytes between rows in shared memory: the fragments' loads hit 32 distinct banks
+constexpr int kThreads = 128;         // 2 x 2 warps of 32 x 32
+constexpr int kWordsPerThread = kTile * kTile / 4 / kThreads;
+
+struct Params {
+  uint8_t const* a;
+  uint8_t const* b;
+  void* out;
+  int m, n, k;
+  int64_t a_batch_stride, b_batch_stride;
+  int vector_bytes;  // what every row's start is aligned to: 4 or 1
+  VectorArg<float> scale_a, scale_b, bias;
+  VectorArg<int32_t> azp, azp_adj;
+  OutputArg output;
+};
+
+// This thread's share of a tile, zeros beyond the matrix; consecutive threads take consecutive words of a row.
+__device__ void load_tile(uint32_t (&words)[kWordsPerThread], uint8_t const* base, int row_begin, int rows, int k_begin,
+                          int k, int vector_bytes) {
+#pragma unroll
+  for (int i = 0; i < kWordsPerThread; ++i) {
+    int index = i * kThreads + threadIdx.x;
+    int row = row_begin + index / (kTile / 4), column = k_begin + index % (kTile / 4) * 4;
+    words[i] = 0;
+    if (row >= rows) continue;
+    uint8_t const* p = base + int64_t(row) * k + column;
+    if (vector_bytes == 4) {
+      if (column < k) words[i] = *reinterpret_cast<uint32_t const*>(p);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (column + j < k) words[i] |= uint32_t(p[j]) << (8 * j);
+      }
+    }
+  }
+}
+
+__device__ void store_tile(uint8_t* smem, uint32_t const (&words)[kWordsPerThread]) {
+#pragma unroll
+  for (int i = 0; i < kWordsPerThread; ++i) {
+    int index = i * kThreads + threadIdx.x;
+    *reinterpret_cast<uint32_t*>(smem + index / (kTile / 4) * kPitch + index % (kTile / 4) * 4) = words[i];
+  }
+}
+
+__device__ void mma(int32_t (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ uint32_t widen(uint32_t two_e4m3) {
+  __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two_e4m3), __NV_E4M3);
+  return uint32_t(h.x) | uint32_t(h.y) << 16;
+}
+
+// Four bytes become the K pairs of one fragment register each; A and B are split alike, so the order of K is the same.
+__device__ void mma(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t const a_top = a[2 * half], a_bottom = a[2 * half + 1], b_word = b[half];
+    mma_f16(c, widen(a_top & 0xffff), widen(a_bottom & 0xffff), widen(a_top >> 16), widen(a_bottom >> 16),
+            widen(b_word & 0xffff), widen(b_word >> 16));
+  }
+}
+
+__device__ float subtract_zero_point(float acc, int32_t, int32_t) { return acc; }
+
+template <class Accumulator, class Bits>
+__global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
+  __shared__ uint8_t smem_a[kTile * kPitch], smem_b[kTile * kPitch];
+
+  int const tiles_m = (p.m + kTile - 1) / kTile, tiles_n = (p.n + kTile - 1) / kTile;
+  int const tile_m = blockIdx.x % tiles_m, tile_n = blockIdx.x / tiles_m % tiles_n, l = blockIdx.x / tiles_m / tiles_n;
+  int const warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
+  int const warp_m = warp / 2 * 32, warp_n = warp % 2 * 32;
+  uint8_t const* a = p.a + l * p.a_batch_stride;
+  uint8_t const* b = p.b + l * p.b_batch_stride;
+
+  Accumulator acc[2][4][4] = {};
+  uint32_t words_a[kWordsPerThread], words_b[kWordsPerThread];
+  load_tile(words_a, a, tile_m * kTile, p.m, 0, p.k, p.vector_bytes);
+  load_tile(words_b, b, tile_n * kTile, p.n, 0, p.k, p.vector_bytes);
+  for (int k = 0; k < p.k; k += kTile) {
+    __syncthreads();
+    store_tile(smem_a, words_a);
+    store_tile(smem_b, words_b);
+    __syncthreads();
+    // The next tile is on its way while this one is multiplied.
+    load_tile(words_a, a, tile_m * kTile, p.m, k + kTile, p.k, p.vector_bytes);
+    load_tile(words_b, b, tile_n * kTile, p.n, k + kTile, p.k, p.vector_bytes);
+#pragma unroll
+    for (int step = 0; step < kTile; step += 32) {
+      auto word = [&](uint8_t const* smem, int row, int column) {
+        return *reinterpret_cast<uint32_t const*>(smem + row * kPitch + step + column + member * 4);
+      };
+      uint32_t fragments_a[2][4], fragments_b[4][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int row = warp_m + i * 16 + group;
+        fragments_a[i][0] = word(smem_a, row, 0);
+        fragments_a[i][1] = word(smem_a, row + 8, 0);
+        fragments_a[i][2] = word(smem_a, row, 16);
+        fragments_a[i][3] = word(smem_a, row + 8, 16);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        int row = warp_n + j * 8 + group;
+        fragments_b[j][0] = word(smem_b, row, 0);
+        fragments_b[j][1] = word(smem_b, row, 16);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) mma(acc[i][j], fragments_a[i], fragments_b[j]);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int const m = tile_m * kTile + warp_m + i * 16 + h * 8 + group;
+      if (m >= p.m) continue;
+      float const scale_a = p.scale_a.load(l, m);
+      int32_t const azp = p.azp.load(l, m);
+      Bits* out = static_cast<Bits*>(p.out) + (int64_t(l) * p.m + m) * p.n;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          int const n = tile_n * kTile + warp_n + j * 8 + member * 2 + c;
+          if (n >= p.n) continue;
+          Accumulator const sum[1] = {acc[i][j][h * 2 + c]};
+          float const value[1] = {combine(subtract_zero_point(sum[0], azp, p.azp_adj.load(l, n)), scale_a,
+                                          p.scale_b.load(l, n), p.bias.load(l, n))};
+          struct One {
+            Bits bits[1];
+            __device__ Bits& operator[](int i) { return bits[i]; }
+          };
+          out[n] = p.output.template round<Bits, One, 1>(value, sum)[0];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_generic(ScaledMm const& p, cudaStream_t stream) {
+  auto address = [](void const* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
+  bool const words = (address(p.a) | address(p.b) | uintptr_t(p.k)) % 4 == 0;
+  Params params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, p.k,
+                p.a_batch_stride, p.b_batch_stride, words ? 4 : 1,
+                scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias), azp_arg(p.azp), azp_adj_arg(p.azp_adj),
+                {p.out_dtype}};
+  int64_t const tiles = int64_t(p.m + kTile - 1) / kTile * ((p.n + kTile - 1) / kTile) * p.batch;
+  if (tiles > INT32_MAX) return cudaErrorInvalidConfiguration;
+  bool const two_bytes = p.out_dtype == DType::kBF16 || p.out_dtype == DType::kF16;
+  auto* kernel = p.in == DType::kS8 ? (two_bytes ? generic_kernel<int32_t, uint16_t> : generic_kernel<int32_t, uint32_t>)
+                                    : (two_bytes ? generic_kernel<float, uint16_t> : generic_kernel<float, uint32_t>);
+  kernel<<<unsigned(tiles), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_qmm

@@ -1,0 +1,10 @@
+// The kernel that takes what the table's kernels can't.
+#pragma once
+
+#include "scaled_mm/scaled_mm.h"
+
+namespace jax_qmm {
+
+cudaError_t launch_generic(ScaledMm const& problem, cudaStream_t stream);
+
+}  // namespace jax_qmm
