@@ -1,0 +1,91 @@
+"""Checks of the arguments of scaled_mm and its variants: each error names the argument, what it had and needs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+QTYPES = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
+FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+INT32 = jnp.dtype(jnp.int32)
+
+
+def array(name, x, dtypes):
+    """`x` as a JAX array of one of `dtypes`."""
+    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
+        x = x.__jax_array__()
+    needs = f"needs an array of {' or '.join(dtype.name for dtype in dtypes)}"
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        raise TypeError(f"{name} is a {type(x).__name__}; it {needs}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; it {needs}")
+    return jnp.asarray(x)
+
+
+def matrices(a, b, qtypes=QTYPES):
+    """`a` of shape (..., M, K) and `b` of shape (N, K), of one quantized dtype."""
+    a, b = array("a", a, qtypes), array("b", b, qtypes)
+    if a.dtype != b.dtype:
+        raise TypeError(f"a has dtype {a.dtype} and b {b.dtype}; they need the same")
+    if a.ndim < 2:
+        raise ValueError(f"a has shape {a.shape}; it needs two dimensions or more, (..., M, K)")
+    if b.ndim != 2:
+        raise ValueError(f"b has shape {b.shape}; it needs two dimensions, (N, K)")
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"a has shape {a.shape} and b {b.shape}; their last dimensions, K, need to be equal")
+    return a, b
+
+
+def scale(name, x):
+    """A scale as an array; a Python number is one of float32."""
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
+        return jnp.float32(x)
+    return array(name, x, FLOATS)
+
+
+def along_rows(name, x, a):
+    """A scale or zero point of the rows of `a` in the shape of the rows, or with every dimension 1."""
+    rows = a.shape[:-1]
+    if x.shape in ((), (1,) * a.ndim):
+        return x.reshape((1,) * len(rows))
+    if x.shape == rows:
+        return x
+    if x.shape == (*rows, 1):
+        return x.squeeze(-1)
+    raise ValueError(f"{name} has shape {x.shape}; with a of shape {a.shape} it needs "
+                     f"(), {rows}, {(*rows, 1)} or {(1,) * a.ndim}")
+
+
+def along_columns(name, x, b, scalar=False):
+    """A vector of the rows of `b`, the output's columns, as `(N,)`, or `(1,)` if it may be a scalar and is."""
+    n = b.shape[0]
+    if x.shape == (n,):
+        return x
+    if scalar and x.shape in ((), (1, 1)):
+        return x.reshape(1)
+    if scalar and x.shape == (1, n):
+        return x.squeeze(0)
+    needs = f"(), {(n,)}, {(1, n)} or (1, 1)" if scalar else f"{(n,)}"
+    raise ValueError(f"{name} has shape {x.shape}; with b of shape {b.shape} it needs {needs}")
+
+
+def out_dtype(dtype):
+    """`dtype` as one of the output dtypes of an epilogue with scales."""
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"out_dtype is {dtype!r}; it needs to be a dtype") from None
+    if dtype not in (*FLOATS, INT32):
+        raise TypeError(f"out_dtype is {dtype}; it needs to be bfloat16, float16, float32 or, for sums, int32")
+    return dtype
+
+
+def raw_sums(a, scale_a, scale_b, bias):
+    """Checks what `out_dtype=int32` asks for: the sums of int8 products and nothing more."""
+    if a.dtype != jnp.int8:
+        raise ValueError(f"out_dtype int32 gives the exact sums of int8 products, but a has dtype {a.dtype}")
+    for name, x in (("scale_a", scale_a), ("scale_b", scale_b)):
+        if isinstance(x, jax.Array) or np.size(x) != 1 or np.any(np.asarray(x) != 1):
+            raise ValueError(f"out_dtype int32 gives the unscaled sums: {name} needs to be the constant 1.0 of "
+                             f"Python or numpy, not {x}")
+    if bias is not None:
+        raise ValueError("out_dtype int32 gives the unscaled sums: bias needs to be None")
