@@ -76,7 +76,8 @@ def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum) -> str:
         return ""
     gpus = _gpus()
     sm_count = gpus[0].core_count if gpus else 132
-    return kernels.describe_scaled_mm(m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum, sm_count)
+    chosen = kernels.select_scaled_mm(m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum, sm_count)
+    return kernels.describe_scaled_mm(chosen)
 
 
 def export_disabled_checks() -> list[export.DisabledSafetyCheck]:

@@ -12,9 +12,9 @@
 
 #include <cuda_runtime_api.h>
 
-namespace jax_qmm {
+#include "dtype.h"
 
-enum class DType { kS8, kF8E4M3, kBF16, kF16, kF32, kS32 };
+namespace jax_qmm {
 
 // A vector along M or N with one value for each batch entry and row or column, or fewer: a stride is 0 where the value
 // is shared. `data` is null where the operand is absent.

@@ -1,0 +1,103 @@
+// The extension module: the FFI handlers for XLA, and the host functions that Python's explain and tune need.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "ffi/handlers.h"
+#include "scaled_mm/measure.h"
+#include "scaled_mm/scaled_mm.h"
+
+namespace nb = nanobind;
+using namespace jax_qmm;
+
+namespace {
+
+nb::dict stages(XLA_FFI_Handler* initialize, XLA_FFI_Handler* execute) {
+  nb::dict dict;
+  dict["initialize"] = nb::capsule(reinterpret_cast<void*>(initialize));
+  dict["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
+  return dict;
+}
+
+nb::dict registrations() {
+  nb::dict dict;
+  dict["jax_qmm_scaled_mm"] = stages(JaxQmmScaledMmInitialize, JaxQmmScaledMm);
+  dict["jax_qmm_quantize_dynamic"] = stages(JaxQmmQuantizeInitialize, JaxQmmQuantizeDynamic);
+  dict["jax_qmm_quantize_static"] = stages(JaxQmmQuantizeInitialize, JaxQmmQuantizeStatic);
+  return dict;
+}
+
+DType dtype(std::string const& name) {
+  for (DType dtype : {DType::kS8, DType::kF8E4M3, DType::kBF16, DType::kF16, DType::kF32, DType::kS32}) {
+    if (name == dtype_name(dtype)) return dtype;
+  }
+  throw std::invalid_argument("no kernel has operands of dtype " + name);
+}
+
+// A product at aligned addresses.
+ScaledMm shape(int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
+  ScaledMm problem{};
+  problem.m = m;
+  problem.n = n;
+  problem.k = k;
+  problem.batch = batch;
+  problem.in = dtype(in);
+  problem.out_dtype = dtype(out);
+  problem.fast_accum = fast_accum;
+  return problem;
+}
+
+ScaledMmChoice choice(std::pair<int, int> instance_and_swizzle) {
+  auto [instance, swizzle] = instance_and_swizzle;
+  if (instance < -1 || instance >= scaled_mm_instances()) throw std::invalid_argument("no such kernel");
+  return {instance, swizzle};
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+  m.def("registrations", registrations, "FFI targets and the handlers of their stages.");
+  m.def("architectures", [] { return std::vector<std::string>{JAX_QMM_ARCHS}; }, "GPU architectures with kernels here.");
+  m.def(
+      "select_scaled_mm",
+      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum, int sm_count) {
+        ScaledMmChoice const chosen = select_scaled_mm(shape(m, n, k, batch, in, out, fast_accum), sm_count);
+        return std::pair(chosen.instance, chosen.swizzle);
+      },
+      "The kernel (index, swizzle) for a product on a GPU with that many SMs.");
+  m.def(
+      "describe_scaled_mm", [](std::pair<int, int> chosen) { return describe_scaled_mm(choice(chosen)); },
+      "A kernel in words.");
+  m.def(
+      "scaled_mm_choices",
+      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
+        std::vector<int> instances{-1};
+        for (int i = 0; i < scaled_mm_instances(); ++i) {
+          if (supports_scaled_mm(i, shape(m, n, k, batch, in, out, fast_accum))) instances.push_back(i);
+        }
+        return instances;
+      },
+      "The kernels that can serve a product.");
+  m.def(
+      "tune_scaled_mm",
+      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum,
+         std::pair<int, int> chosen) {
+        tune_scaled_mm(shape(m, n, k, batch, in, out, fast_accum), choice(chosen));
+      },
+      "Fixes the kernel for a product in this process.");
+  m.def("clear_scaled_mm_tuning", clear_scaled_mm_tuning, "Forgets every tune_scaled_mm.");
+  m.def(
+      "measure_scaled_mm",
+      [](int m, int n, int k, std::string const& in, std::string const& out, bool fast_accum,
+         std::vector<std::pair<int, int>> const& chosen, nb::bytes pattern, int rounds) {
+        std::vector<ScaledMmChoice> choices;
+        for (auto const& pair : chosen) choices.push_back(choice(pair));
+        std::string const bytes(static_cast<char const*>(pattern.data()), pattern.size());
+        nb::gil_scoped_release release;
+        return measure_scaled_mm(shape(m, n, k, 1, in, out, fast_accum), choices, bytes, rounds);
+      },
+      "Median microseconds of each choice on the current device.");
+}

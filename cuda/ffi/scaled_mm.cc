@@ -1,0 +1,100 @@
+// jax_qmm_scaled_mm: checks the buffers, fills ScaledMm, launches.
+#include "scaled_mm/scaled_mm.h"
+
+#include <limits>
+
+#include "ffi/handlers.h"
+#include "ffi/helpers.h"
+
+namespace jax_qmm {
+namespace {
+
+// Reads a vector of shape (1 | batch, 1 | length), or (0, 0) where it is absent.
+ffi::Error read_vector(ffi::AnyBuffer const& buffer, char const* name, std::initializer_list<DType> dtypes, int64_t batch,
+                       int64_t length, Vector& vector) {
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(buffer, name, dtypes));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(buffer, name, 2));
+  auto const dims = buffer.dimensions();
+  if (dims[0] == 0 && dims[1] == 0) return ffi::Error::Success();
+  if ((dims[0] != 1 && dims[0] != batch) || (dims[1] != 1 && dims[1] != length)) {
+    return ffi::Error::InvalidArgument(std::string(name) + " has shape " + to_string(dims) + "; it needs 1 or " +
+                                       std::to_string(batch) + " rows of 1 or " + std::to_string(length) + " values");
+  }
+  vector = {buffer.untyped_data(), *dtype_of(buffer), dims[1] == 1 ? 0 : 1, dims[0] == 1 ? 0 : dims[1]};
+  return ffi::Error::Success();
+}
+
+ffi::Error execute(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer scale_a, ffi::AnyBuffer scale_b,
+                   ffi::AnyBuffer bias, ffi::AnyBuffer azp_adj, ffi::AnyBuffer azp, ffi::Result<ffi::AnyBuffer> out,
+                   bool fast_accum) {
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(a, "a", {DType::kS8, DType::kF8E4M3}));
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(b, "b", {*dtype_of(a)}));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(a, "a", 3));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(b, "b", 3));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(*out, "out", 3));
+  int64_t const batch = out->dimensions()[0], m = a.dimensions()[1], n = b.dimensions()[1], k = a.dimensions()[2];
+  JAX_QMM_RETURN_IF_ERROR(check_shape(a, "a", {a.dimensions()[0] == 1 ? 1 : batch, m, k}));
+  JAX_QMM_RETURN_IF_ERROR(check_shape(b, "b", {b.dimensions()[0] == 1 ? 1 : batch, n, k}));
+  JAX_QMM_RETURN_IF_ERROR(check_shape(*out, "out", {batch, m, n}));
+  for (int64_t dim : {batch, m, n, k}) {
+    if (dim > std::numeric_limits<int>::max()) {
+      return ffi::Error::InvalidArgument("a has shape " + to_string(a.dimensions()) + " and b " +
+                                         to_string(b.dimensions()) + "; every dimension needs to be below 2^31");
+    }
+  }
+
+  ScaledMm problem{};
+  problem.a = a.untyped_data();
+  problem.b = b.untyped_data();
+  problem.out = out->untyped_data();
+  problem.m = static_cast<int>(m);
+  problem.n = static_cast<int>(n);
+  problem.k = static_cast<int>(k);
+  problem.batch = static_cast<int>(batch);
+  problem.a_batch_stride = a.dimensions()[0] == 1 ? 0 : m * k;
+  problem.b_batch_stride = b.dimensions()[0] == 1 ? 0 : n * k;
+  problem.in = *dtype_of(a);
+  problem.fast_accum = fast_accum;
+  bool const int8 = problem.in == DType::kS8;
+  if (int8) {
+    JAX_QMM_RETURN_IF_ERROR(check_dtype(*out, "out", {DType::kBF16, DType::kF16, DType::kF32, DType::kS32}));
+  } else {
+    JAX_QMM_RETURN_IF_ERROR(check_dtype(*out, "out", {DType::kBF16, DType::kF16, DType::kF32}));
+  }
+  problem.out_dtype = *dtype_of(*out);
+
+  auto const floats = {DType::kF32, DType::kBF16, DType::kF16};
+  JAX_QMM_RETURN_IF_ERROR(read_vector(scale_a, "scale_a", floats, batch, m, problem.scale_a));
+  JAX_QMM_RETURN_IF_ERROR(read_vector(scale_b, "scale_b", floats, batch, n, problem.scale_b));
+  JAX_QMM_RETURN_IF_ERROR(read_vector(bias, "bias", floats, batch, n, problem.bias));
+  JAX_QMM_RETURN_IF_ERROR(read_vector(azp_adj, "azp_adj", {DType::kS32}, batch, n, problem.azp_adj));
+  JAX_QMM_RETURN_IF_ERROR(read_vector(azp, "azp", {DType::kS32}, batch, m, problem.azp));
+
+  int device, sm_count;
+  JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaGetDevice(&device), "cudaGetDevice"));
+  JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device),
+                                     "cudaDeviceGetAttribute"));
+  ScaledMmChoice const choice = select_scaled_mm(problem, sm_count);
+  return cuda_error(launch_scaled_mm(problem, choice, sm_count, stream), describe_scaled_mm(choice).c_str());
+}
+
+ffi::Error initialize() { return cuda_error(prepare_scaled_mm(), "preparing the scaled_mm kernels"); }
+
+}  // namespace
+}  // namespace jax_qmm
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMmInitialize, jax_qmm::initialize, xla::ffi::Ffi::BindInitialize());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMm, jax_qmm::execute,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // a (1 | batch, M, K)
+                                  .Arg<xla::ffi::AnyBuffer>()  // b (1 | batch, N, K)
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale_a (1 | batch, 1 | M)
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale_b (1 | batch, 1 | N)
+                                  .Arg<xla::ffi::AnyBuffer>()  // bias (1 | batch, 1 | N)
+                                  .Arg<xla::ffi::AnyBuffer>()  // azp_adj (1 | batch, 1 | N)
+                                  .Arg<xla::ffi::AnyBuffer>()  // azp (1 | batch, 1 | M)
+                                  .Ret<xla::ffi::AnyBuffer>()  // out (batch, M, N)
+                                  .Attr<bool>("fast_accum"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

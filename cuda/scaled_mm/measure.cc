@@ -1,0 +1,103 @@
+#include "scaled_mm/measure.h"
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+
+namespace jax_qmm {
+namespace {
+
+void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("measuring: ") + cudaGetErrorString(error));
+}
+
+struct Buffer {
+  explicit Buffer(size_t bytes) { check(cudaMalloc(&data, bytes)); }
+  Buffer(Buffer const&) = delete;
+  ~Buffer() { cudaFree(data); }
+  void* data = nullptr;
+};
+
+// Repeats the pattern from `offset` on, so that no two buffers are alike.
+void fill(void* data, size_t bytes, std::string const& pattern, size_t offset) {
+  for (size_t done = 0; done < bytes;) {
+    size_t const begin = (offset + done) % pattern.size();
+    size_t const count = std::min(bytes - done, pattern.size() - begin);
+    check(cudaMemcpy(static_cast<char*>(data) + done, pattern.data() + begin, count, cudaMemcpyHostToDevice));
+    done += count;
+  }
+}
+
+}  // namespace
+
+std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledMmChoice> const& choices,
+                                      std::string const& pattern, int rounds) {
+  size_t const a_bytes = size_t(shape.m) * shape.k, b_bytes = size_t(shape.n) * shape.k;
+  size_t const out_bytes = size_t(shape.m) * shape.n * (shape.out_dtype == DType::kF32 ? 4 : 2);
+  size_t const set_bytes = a_bytes + b_bytes + out_bytes;
+  int const sets = std::clamp<int>(400'000'000 / set_bytes + 1, 2, 24);
+
+  int device, sm_count;
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device));
+  check(prepare_scaled_mm());
+  std::vector<std::unique_ptr<Buffer>> buffers;
+  auto allocate = [&](size_t bytes) {
+    buffers.push_back(std::make_unique<Buffer>(bytes));
+    return buffers.back()->data;
+  };
+  std::vector<float> const ones(std::max(shape.m, shape.n), 0.01f);
+  void* const scales = allocate(ones.size() * sizeof(float));
+  check(cudaMemcpy(scales, ones.data(), ones.size() * sizeof(float), cudaMemcpyHostToDevice));
+  std::vector<ScaledMm> problems(sets, shape);
+  for (ScaledMm& problem : problems) {
+    problem.batch = 1;
+    problem.a = allocate(a_bytes);
+    problem.b = allocate(b_bytes);
+    problem.out = allocate(out_bytes);
+    fill(const_cast<void*>(problem.a), a_bytes, pattern, buffers.size() * 4099);
+    fill(const_cast<void*>(problem.b), b_bytes, pattern, buffers.size() * 8209);
+    problem.scale_a = problem.scale_b = {scales, DType::kF32, 1, 0};
+  }
+
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
+  check(cudaStreamCreate(&stream));
+  check(cudaEventCreate(&begin));
+  check(cudaEventCreate(&end));
+  std::vector<cudaGraphExec_t> graphs;
+  for (ScaledMmChoice choice : choices) {
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    for (ScaledMm const& problem : problems) check(launch_scaled_mm(problem, choice, sm_count, stream));
+    check(cudaStreamEndCapture(stream, &graph));
+    check(cudaGraphInstantiate(&executable, graph, 0));
+    check(cudaGraphDestroy(graph));
+    graphs.push_back(executable);
+  }
+  std::vector<std::vector<double>> times(choices.size());
+  for (int round = 0; round <= rounds; ++round) {  // the first one warms up
+    for (size_t i = 0; i < graphs.size(); ++i) {
+      float milliseconds;
+      check(cudaEventRecord(begin, stream));
+      check(cudaGraphLaunch(graphs[i], stream));
+      check(cudaEventRecord(end, stream));
+      check(cudaEventSynchronize(end));
+      check(cudaEventElapsedTime(&milliseconds, begin, end));
+      if (round > 0) times[i].push_back(milliseconds * 1e3 / sets);
+    }
+  }
+  std::vector<double> medians;
+  for (std::vector<double>& t : times) {
+    std::nth_element(t.begin(), t.begin() + t.size() / 2, t.end());
+    medians.push_back(t[t.size() / 2]);
+  }
+  for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  cudaStreamDestroy(stream);
+  return medians;
+}
+
+}  // namespace jax_qmm
