@@ -60,6 +60,7 @@ ScaledMmChoice choice(std::pair<int, int> instance_and_swizzle) {
 
 NB_MODULE(_kernels, m) {
   m.def("registrations", registrations, "FFI targets and the handlers of their stages.");
+  m.def("ffi_api_version", [] { return std::pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); }, "Of the handlers' headers.");
   m.def("architectures", [] { return std::vector<std::string>{JAX_QMM_ARCHS}; }, "GPU architectures with kernels here.");
   m.def(
       "select_scaled_mm",

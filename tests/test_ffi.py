@@ -1,0 +1,88 @@
+"""Loading the extension, its ABI, and what is said where it does not serve."""
+
+import re
+import sys
+import tomllib
+import types
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_qmm
+from jax_qmm import _ffi
+
+_PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+
+
+@pytest.fixture
+def reload():
+    """Lets a test load another extension, and the real one be loaded again after it."""
+    _ffi._load.cache_clear()
+    yield
+    _ffi._load.cache_clear()
+
+
+def test_headers_are_those_of_the_oldest_supported_jaxlib():
+    oldest, = (re.fullmatch(r"jax>=([\d.]+)", x).group(1) for x in _PYPROJECT["project"]["dependencies"])
+    headers, = (x.removeprefix("jaxlib==") for x in _PYPROJECT["build-system"]["requires"] if x.startswith("jaxlib"))
+    assert headers.split(".")[:2] == oldest.split(".")[:2]
+
+
+def test_extension_has_the_oldest_runtimes_ffi_version():
+    kernels, why = _ffi._load()
+    if kernels is None:
+        pytest.skip(why)
+    assert kernels.ffi_api_version() == (0, 3)  # jaxlib 0.10.0's
+
+
+def test_targets_are_those_registered():
+    kernels, why = _ffi._load()
+    if kernels is None:
+        pytest.skip(why)
+    assert set(kernels.registrations()) == set(_ffi.TARGETS)
+
+
+def test_build_without_kernels_is_named(reload, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_qmm._kernels", None)
+    assert _ffi._load()[0] is None
+    monkeypatch.setattr(_ffi, "_gpus", lambda: [types.SimpleNamespace(compute_capability="9.0", device_kind="H200")])
+    assert "without kernels" in _ffi.fallback_reason("cuda")
+
+
+def test_extension_that_fails_to_load_is_named(reload, monkeypatch):
+    def fail(name):
+        raise ImportError("libfoo.so: cannot open shared object file")
+
+    monkeypatch.setattr(_ffi.importlib, "import_module", fail)
+    monkeypatch.setattr(_ffi, "_gpus", lambda: [types.SimpleNamespace(compute_capability="9.0", device_kind="H200")])
+    assert "libfoo.so" in _ffi.fallback_reason("cuda")
+
+
+def test_gpu_without_kernels_is_named(monkeypatch):
+    kernels = types.SimpleNamespace(architectures=lambda: ["90a"])
+    monkeypatch.setattr(_ffi, "_load", lambda: (kernels, None))
+    monkeypatch.setattr(_ffi, "_gpus", lambda: [types.SimpleNamespace(compute_capability="8.0", device_kind="A100")])
+    reason = _ffi.fallback_reason("cuda")
+    assert "A100" in reason and "8.0" in reason and "90a" in reason
+    monkeypatch.setattr(_ffi, "_gpus", lambda: [types.SimpleNamespace(compute_capability="9.0", device_kind="H200")])
+    assert _ffi.fallback_reason("cuda") is None
+
+
+def test_fallback_is_said_once():
+    _ffi._warn.cache_clear()
+    a = jnp.ones((2, 4), jnp.int8)
+    with pytest.warns(UserWarning, match="scaled_mm runs on the pure-JAX reference.*platform cpu"):
+        jax.jit(lambda a: jax_qmm.scaled_mm(a, a, 1.0, 1.0))(a)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(lambda a: jax_qmm.scaled_mm(a, a, 2.0, 1.0))(a)
+
+
+def test_strict_makes_a_fallback_an_error(monkeypatch):
+    monkeypatch.setenv("JAX_QMM_STRICT", "1")
+    a = jnp.ones((2, 4), jnp.int8)
+    with pytest.raises(RuntimeError, match="JAX_QMM_STRICT"):
+        jax.jit(lambda a: jax_qmm.scaled_mm(a, a, 3.0, 1.0))(a)
