@@ -1,0 +1,234 @@
+// The kernels of the quantizers.
+#pragma once
+
+#include <type_traits>
+
+#include "quantize/arithmetic.cuh"
+
+namespace jax_qmm::quantize {
+
+template <class In>
+using Pair = std::conditional_t<std::is_same_v<In, __half>, __half2, __nv_bfloat162>;
+
+__device__ inline float absolute(float x) { return fabsf(x); }
+__device__ inline __half2 absolute(__half2 x) { return __habs2(x); }
+__device__ inline __nv_bfloat162 absolute(__nv_bfloat162 x) { return __habs2(x); }
+__device__ inline __half2 max_nan(__half2 a, __half2 b) { return __hmax2_nan(a, b); }
+__device__ inline __half2 min_nan(__half2 a, __half2 b) { return __hmin2_nan(a, b); }
+__device__ inline __nv_bfloat162 max_nan(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2_nan(a, b); }
+__device__ inline __nv_bfloat162 min_nan(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmin2_nan(a, b); }
+__device__ inline float largest(float x) { return x; }
+__device__ inline float largest(__half2 x) { return max_nan(__low2float(x), __high2float(x)); }
+__device__ inline float largest(__nv_bfloat162 x) { return max_nan(__low2float(x), __high2float(x)); }
+
+// V consecutive elements in registers: a load of 16 bytes, or one element where the alignment allows no more. Pairs of
+// 16-bit elements stay packed, which halves the registers of a row and the work of finding its range.
+template <class In, int V>
+struct Chunk {
+  using Lane = std::conditional_t<V == 1 || std::is_same_v<In, float>, float, Pair<In>>;
+  static constexpr int kLanes = V == 1 ? 1 : 4;
+  Lane lanes[kLanes];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) lanes[i] = Lane{};
+  }
+
+  __device__ void load(In const* x) {
+    if constexpr (V == 1) {
+      lanes[0] = static_cast<float>(*x);
+    } else {
+      static_assert(V * sizeof(In) == sizeof(uint4) && sizeof(lanes) == sizeof(uint4));
+      uint4 const bits = __ldg(reinterpret_cast<uint4 const*>(x));
+      memcpy(lanes, &bits, sizeof(bits));
+    }
+  }
+
+  __device__ float operator[](int i) const {
+    if constexpr (std::is_same_v<Lane, float>) {
+      return lanes[i];
+    } else {
+      return i % 2 == 0 ? __low2float(lanes[i / 2]) : __high2float(lanes[i / 2]);
+    }
+  }
+};
+
+template <Kind kind, class Lane>
+struct Bounds {
+  Lane high{}, low{};
+
+  template <class Chunk>
+  __device__ void include(Chunk const& chunk) {
+#pragma unroll
+    for (Lane lane : chunk.lanes) {
+      if constexpr (kind == Kind::kInt8ZeroPoint) {
+        high = max_nan(high, lane);
+        low = min_nan(low, lane);
+      } else {
+        high = max_nan(high, absolute(lane));
+      }
+    }
+  }
+
+  __device__ Range range() const { return {range_bits(largest(high)), range_bits(largest(absolute(low)))}; }
+};
+
+// The union of the ranges of all threads of the warp, or of the block if it has one row of threads.
+template <Kind kind>
+__device__ Range reduce(Range range) {
+  unsigned const all = 0xffffffff;
+  range.high = __reduce_max_sync(all, range.high);
+  if (kind == Kind::kInt8ZeroPoint) range.low = __reduce_max_sync(all, range.low);
+  if (blockDim.x > 32) {
+    __shared__ Range warps[32];
+    int const lane = threadIdx.x % 32;
+    if (lane == 0) warps[threadIdx.x / 32] = range;
+    __syncthreads();
+    range = lane < blockDim.x / 32 ? warps[lane] : Range{};
+    range.high = __reduce_max_sync(all, range.high);
+    if (kind == Kind::kInt8ZeroPoint) range.low = __reduce_max_sync(all, range.low);
+  }
+  return range;
+}
+
+// N chunks of each of the blockDim.x threads that share a row of x: elements [first, first + blockDim.x * N * V) of it,
+// as far as they exist.
+template <class In, Kind kind, int V, int N>
+struct Piece {
+  static constexpr int kPerThread = N * V;
+  Chunk<In, V> chunks[N];
+
+  __device__ void load(In const* x, int64_t first, int64_t cols) {
+    int const count = static_cast<int>(min(cols - first, int64_t{blockDim.x} * kPerThread));
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      int const i = (j * blockDim.x + threadIdx.x) * V;
+      chunks[j].clear();
+      if (i < count) chunks[j].load(x + first + i);
+    }
+  }
+
+  template <bool kBounded>
+  __device__ void store(uint8_t* q, int64_t first, int64_t cols, Divisor divisor, float zero_point) const {
+    int const count = static_cast<int>(min(cols - first, int64_t{blockDim.x} * kPerThread));
+    auto quantized = [&](float x) { return shift<kind, kBounded>(divisor.divide_quickly<kBounded>(x), zero_point); };
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      int const i = (j * blockDim.x + threadIdx.x) * V;
+      if (i >= count) break;
+      auto const& c = chunks[j];
+      uint8_t* const out = q + first + i;
+      if constexpr (V == 1) {
+        *out = convert<kind>(quantized(c[0]));
+      } else {
+        uint32_t words[V / 4];
+#pragma unroll
+        for (int w = 0; w < V / 4; ++w) {
+          words[w] = convert<kind>(quantized(c[4 * w]), quantized(c[4 * w + 1]), quantized(c[4 * w + 2]),
+                                   quantized(c[4 * w + 3]));
+        }
+        if constexpr (V == 4) {
+          *reinterpret_cast<uint32_t*>(out) = words[0];
+        } else {
+          *reinterpret_cast<uint2*>(out) = {words[0], words[1]};
+        }
+      }
+    }
+  }
+};
+
+// Elements [first, end) of a row whose scale asks for true division: zero, subnormal, huge, negative or NaN. Rare, so one
+// element at a time.
+template <Kind kind, class In>
+__device__ void quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t end, float scale, float zero_point) {
+#pragma unroll 1
+  for (int64_t i = first + threadIdx.x; i < end; i += blockDim.x) {
+    q[i] = convert<kind>(shift<kind, false>(static_cast<float>(x[i]) / scale, zero_point));
+  }
+}
+
+// Dynamic, one scale for each row. Each row of threads takes one row of x, a piece at a time; where that is one piece, x
+// is read once, otherwise a second time, from the L2 cache if it is not too long, starting with the piece at hand.
+template <class In, Kind kind, int V, int N>
+__global__ void __launch_bounds__(1024)
+    quantize_rows(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points) {
+  int64_t const row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  if (row >= rows) return;
+  x += row * cols;
+  q += row * cols;
+  Piece<In, kind, V, N> piece;
+  Bounds<kind, typename Chunk<In, V>::Lane> bounds;
+  int64_t const step = int64_t{blockDim.x} * piece.kPerThread;
+  int64_t first = 0;
+  while (true) {
+    piece.load(x, first, cols);
+#pragma unroll
+    for (auto const& chunk : piece.chunks) bounds.include(chunk);
+    if (first + step >= cols) break;
+    first += step;
+  }
+
+  Scale<kind> const scale(reduce<kind>(bounds.range()));
+  if (threadIdx.x == 0) {
+    scales[row] = scale.scale;
+    if (kind == Kind::kInt8ZeroPoint) zero_points[row] = scale.zero_point;
+  }
+  Divisor const divisor(scale.scale);
+  float const zero_point = static_cast<float>(scale.zero_point);
+  if (!divisor.quick) return quantize_slowly<kind>(x, q, 0, cols, scale.scale, zero_point);
+  while (true) {
+    piece.template store<true>(q, first, cols, divisor, zero_point);
+    if (first == 0) break;
+    first -= step;
+    piece.load(x, first, cols);
+  }
+}
+
+// The range of a whole tensor, into two words that were zero.
+template <class In, Kind kind, int V, int N>
+__global__ void __launch_bounds__(1024) find_range(In const* x, int64_t size, uint32_t* words) {
+  Bounds<kind, typename Chunk<In, V>::Lane> bounds;
+  Piece<In, kind, V, N> piece;
+  int64_t const step = int64_t{blockDim.x} * piece.kPerThread;
+  for (int64_t first = blockIdx.x * step; first < size; first += gridDim.x * step) {
+    piece.load(x, first, size);
+#pragma unroll
+    for (auto const& chunk : piece.chunks) bounds.include(chunk);
+  }
+  Range const range = reduce<kind>(bounds.range());
+  if (threadIdx.x == 0) {
+    atomicMax(&words[0], range.high);
+    if (kind == Kind::kInt8ZeroPoint) atomicMax(&words[1], range.low);
+  }
+}
+
+// Given scales, each of `scale_stride` rows apart, or the range of the tensor in `words`: then the scale follows from it
+// and is written. Pieces of a row are independent; the last goes first, because find_range has left it in the L2 cache.
+template <class In, Kind kind, int V, int N>
+__global__ void __launch_bounds__(1024)
+    quantize_given(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points,
+                   int scale_stride, uint32_t const* words) {
+  Piece<In, kind, V, N> piece;
+  int64_t const step = int64_t{blockDim.x} * piece.kPerThread;
+  int64_t const first = (gridDim.x - 1 - blockIdx.x) * step;
+  for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < rows; row += gridDim.y * blockDim.y) {
+    piece.load(x + row * cols, first, cols);
+    auto const scale = [&]() -> Scale<kind> {
+      if (words != nullptr) return Scale<kind>(Range{words[0], words[1]});
+      return {scales[row * scale_stride], kind == Kind::kInt8ZeroPoint ? zero_points[row * scale_stride] : 0};
+    }();
+    if (words != nullptr && first == 0 && row == 0 && threadIdx.x == 0) {
+      scales[0] = scale.scale;
+      if (kind == Kind::kInt8ZeroPoint) zero_points[0] = scale.zero_point;
+    }
+    Divisor const divisor(scale.scale);
+    float const zero_point = static_cast<float>(scale.zero_point);
+    if (divisor.quick) {
+      piece.template store<false>(q + row * cols, first, cols, divisor, zero_point);
+    } else {
+      quantize_slowly<kind>(x + row * cols, q + row * cols, first, min(first + step, cols), scale.scale, zero_point);
+    }
+  }
+}
+
+}  // namespace jax_qmm::quantize

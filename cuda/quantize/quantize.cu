@@ -1,0 +1,191 @@
+// How the quantizers are cut into launches of their kernels.
+#include "quantize/quantize.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "quantize/kernels.cuh"
+
+namespace jax_qmm {
+namespace quantize {
+namespace {
+
+constexpr int64_t kWarp = 32;
+constexpr int64_t kPieceThreads = 256;  // of a block that shares its row with other blocks
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t warps(int64_t threads) { return std::max(kWarp, ceil_div(threads, kWarp) * kWarp); }
+
+// Rows that take up to one warp go four to a block.
+dim3 block_of(int64_t threads) { return dim3(threads, threads == kWarp ? 4 : 1); }
+
+// Launches of the kernels for one pair of input dtype and kind of output.
+template <class In, Kind kind>
+struct Launches {
+  static constexpr int kVector = 16 / sizeof(In);
+  static constexpr int kScalars = 16;  // single elements of each thread where rows are unaligned
+
+  static bool aligned(In const* x, uint8_t* q) {
+    return reinterpret_cast<uintptr_t>(x) % 16 == 0 && reinterpret_cast<uintptr_t>(q) % kVector == 0;
+  }
+
+  template <int V, int N>
+  static void rows(Quantize const& p, cudaStream_t stream) {
+    // A row that doesn't fit the largest block comes in pieces of a block that leaves room for a second one.
+    int64_t const threads = warps(ceil_div(p.cols, V * N));
+    dim3 const block = block_of(threads <= 1024 ? threads : 512);
+    quantize_rows<In, kind, V, N><<<ceil_div(p.rows, block.y), block, 0, stream>>>(
+        static_cast<In const*>(p.x), static_cast<uint8_t*>(p.q), p.rows, p.cols, p.scale, p.zero_point);
+  }
+
+  template <int V, int N>
+  static void range(In const* x, int64_t size, uint32_t* words, cudaStream_t stream) {
+    int64_t const blocks = std::min<int64_t>(ceil_div(size, kPieceThreads * V * N), 4096);
+    if (blocks > 0) find_range<In, kind, V, N><<<blocks, kPieceThreads, 0, stream>>>(x, size, words);
+  }
+
+  template <int V, int N>
+  static void given(Quantize const& p, In const* x, uint8_t* q, int64_t rows, int64_t cols, uint32_t const* words,
+                    cudaStream_t stream) {
+    if (cols == 0) return;
+    dim3 const block = block_of(std::min(kPieceThreads, warps(ceil_div(cols, V * N))));
+    dim3 const grid(ceil_div(cols, block.x * V * N), std::min<int64_t>(ceil_div(rows, block.y), 65535));
+    quantize_given<In, kind, V, N>
+        <<<grid, block, 0, stream>>>(x, q, rows, cols, p.scale, p.zero_point, p.per_tensor ? 0 : 1, words);
+  }
+
+  // The tensor as one row: all that fits in vectors, then the rest.
+  static void tensor(Quantize const& p, uint32_t const* words, cudaStream_t stream) {
+    In const* const x = static_cast<In const*>(p.x);
+    uint8_t* const q = static_cast<uint8_t*>(p.q);
+    int64_t const size = p.rows * p.cols, vectors = aligned(x, q) ? size / kVector * kVector : 0;
+    given<kVector, 4>(p, x, q, 1, vectors, words, stream);
+    given<1, kScalars>(p, x + vectors, q + vectors, 1, size - vectors, words, stream);
+  }
+
+  static cudaError_t dynamic(Quantize p, uint32_t* workspace, cudaStream_t stream) {
+    In const* const x = static_cast<In const*>(p.x);
+    bool vectors = aligned(x, static_cast<uint8_t*>(p.q));
+    if (p.per_tensor) p = {p.x, p.q, 1, p.rows * p.cols, p.in, p.out, true, p.scale, p.zero_point};
+    int64_t const whole = p.cols / kVector * kVector;
+    if (p.rows == 1 && p.cols > 1024 * (vectors ? 8 * kVector : kScalars)) {
+      p.per_tensor = true;
+      if (cudaError_t const error = cudaMemsetAsync(workspace, 0, 2 * sizeof(uint32_t), stream)) return error;
+      if (!vectors) {
+        range<1, kScalars>(x, p.cols, workspace, stream);
+      } else {
+        range<kVector, 8>(x, whole, workspace, stream);
+        range<1, kScalars>(x + whole, p.cols - whole, workspace, stream);
+      }
+      tensor(p, workspace, stream);
+      return cudaGetLastError();
+    }
+    vectors = vectors && whole == p.cols;
+    int64_t const chunks = ceil_div(p.cols, kVector);
+    if (p.rows == 0) return cudaSuccess;
+    if (!vectors) {
+      rows<1, kScalars>(p, stream);
+    } else if (chunks <= kWarp) {
+      rows<kVector, 1>(p, stream);
+    } else if (chunks <= 2 * kWarp) {
+      rows<kVector, 2>(p, stream);
+    } else if (chunks <= 1024) {
+      rows<kVector, 4>(p, stream);
+    } else {
+      rows<kVector, 8>(p, stream);
+    }
+    return cudaGetLastError();
+  }
+
+  static cudaError_t given_scales(Quantize const& p, cudaStream_t stream) {
+    In const* const x = static_cast<In const*>(p.x);
+    uint8_t* const q = static_cast<uint8_t*>(p.q);
+    if (p.rows == 0 || p.cols == 0) return cudaSuccess;
+    if (p.per_tensor || p.rows == 1) {
+      tensor(p, nullptr, stream);
+    } else if (aligned(x, q) && p.cols % kVector == 0) {
+      given<kVector, 4>(p, x, q, p.rows, p.cols, nullptr, stream);
+    } else {
+      given<1, kScalars>(p, x, q, p.rows, p.cols, nullptr, stream);
+    }
+    return cudaGetLastError();
+  }
+
+  static cudaError_t prepare() {
+    void const* const kernels[] = {
+        reinterpret_cast<void const*>(quantize_rows<In, kind, 1, kScalars>),
+        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 1>),
+        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 2>),
+        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 4>),
+        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 8>),
+        reinterpret_cast<void const*>(find_range<In, kind, 1, kScalars>),
+        reinterpret_cast<void const*>(find_range<In, kind, kVector, 8>),
+        reinterpret_cast<void const*>(quantize_given<In, kind, 1, kScalars>),
+        reinterpret_cast<void const*>(quantize_given<In, kind, kVector, 4>),
+    };
+    for (void const* kernel : kernels) {
+      cudaFuncAttributes attributes;
+      if (cudaError_t const error = cudaFuncGetAttributes(&attributes, kernel)) return error;
+    }
+    return cudaSuccess;
+  }
+};
+
+// Calls f with the Launches for one pair of dtype and kind.
+template <class In, class F>
+cudaError_t with_kind(Kind kind, F f) {
+  switch (kind) {
+    case Kind::kInt8: return f(Launches<In, Kind::kInt8>{});
+    case Kind::kInt8ZeroPoint: return f(Launches<In, Kind::kInt8ZeroPoint>{});
+    case Kind::kFp8: return f(Launches<In, Kind::kFp8>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class F>
+cudaError_t with_launches(DType in, Kind kind, F f) {
+  switch (in) {
+    case DType::kF32: return with_kind<float>(kind, f);
+    case DType::kBF16: return with_kind<__nv_bfloat16>(kind, f);
+    case DType::kF16: return with_kind<__half>(kind, f);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+template <class F>
+cudaError_t with_launches(Quantize const& p, F f) {
+  Kind const kind = p.out == DType::kF8E4M3      ? Kind::kFp8
+                    : p.zero_point == nullptr ? Kind::kInt8
+                                              : Kind::kInt8ZeroPoint;
+  return with_launches(p.in, kind, f);
+}
+
+}  // namespace
+}  // namespace quantize
+
+cudaError_t prepare_quantize() {
+  static std::atomic<uint64_t> prepared_devices{0};
+  int device;
+  if (cudaError_t const error = cudaGetDevice(&device)) return error;
+  uint64_t const bit = uint64_t{1} << (device % 64);
+  if (prepared_devices & bit) return cudaSuccess;
+  for (DType in : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (auto kind : {quantize::Kind::kInt8, quantize::Kind::kInt8ZeroPoint, quantize::Kind::kFp8}) {
+      cudaError_t const error = quantize::with_launches(in, kind, [](auto launches) { return launches.prepare(); });
+      if (error != cudaSuccess) return error;
+    }
+  }
+  prepared_devices |= bit;
+  return cudaSuccess;
+}
+
+cudaError_t quantize_static(Quantize const& problem, cudaStream_t stream) {
+  return quantize::with_launches(problem, [&](auto launches) { return launches.given_scales(problem, stream); });
+}
+
+cudaError_t quantize_dynamic(Quantize const& problem, uint32_t* workspace, cudaStream_t stream) {
+  return quantize::with_launches(problem, [&](auto launches) { return launches.dynamic(problem, workspace, stream); });
+}
+
+}  // namespace jax_qmm
