@@ -178,7 +178,8 @@ class QArray:
         return self
 
     def __repr__(self):
-        if not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(self)):  # a tree of paths, specs, ...
+        leaves = [leaf for leaf in map(self.__dict__.get, _LEAVES) if leaf is not None]
+        if not leaves or not all(hasattr(leaf, "dtype") for leaf in leaves):  # a tree of paths, specs, ...
             parts = [repr(self.qvalue), *(f"{name}={getattr(self, name)!r}" for name in _LEAVES[1:])]
             return f"QArray({', '.join(parts)})"
         stored = self.storage_axes()

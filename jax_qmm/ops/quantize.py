@@ -226,7 +226,7 @@ def _kernel_layout(shape, scale_shape, dynamic):
 
 
 def _dynamic_batched(operands, dims, **params):
-    x = batching.moveaxis(operands[0], dims[0], 0)
+    x = jnp.moveaxis(operands[0], dims[0], 0)
     params["axes"] = tuple(axis + 1 for axis in params["axes"])
     out = quantize_dynamic_p.bind(x, **params)
     return out, (0,) * len(out)
@@ -234,7 +234,7 @@ def _dynamic_batched(operands, dims, **params):
 
 def _static_batched(operands, dims, *, qtype):
     (size,) = {x.shape[dim] for x, dim in zip(operands, dims) if dim is not None}
-    operands = [x[None] if dim is None else batching.moveaxis(x, dim, 0) for x, dim in zip(operands, dims)]
+    operands = [x[None] if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims)]
     operands[0] = jnp.broadcast_to(operands[0], (size, *operands[0].shape[1:]))
     return quantize_static_p.bind(*operands, qtype=qtype), (0,)
 

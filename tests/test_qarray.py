@@ -1,0 +1,168 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jax_qmm
+from jax_qmm import QArray
+
+
+def make(shape=(4, 6), seed=0, **options):
+    x = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return jax_qmm.quantize(x, **options)
+
+
+def assert_equal(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+VARIANTS = {
+    "int8": lambda: make(),
+    "asymmetric": lambda: make(symmetric=False),
+    "fp8": lambda: make(qtype=jnp.float8_e4m3fn),
+    "view": lambda: make().T.with_azp_adj(0),
+    "tiled": lambda: make(tile_size=3),
+}
+variants = pytest.mark.parametrize("q", [pytest.param(make_one, id=name) for name, make_one in VARIANTS.items()])
+
+
+def test_dequantize_is_the_affine_map_in_every_granularity():
+    rng = np.random.default_rng(1)
+    qvalue = rng.integers(-128, 128, (2, 6, 8), np.int8)
+    for shape in ((1, 1, 1), (2, 6, 1), (1, 1, 8), (2, 3, 4), (1, 2, 8)):
+        scale = rng.normal(size=shape).astype(np.float32)
+        zero_point = rng.integers(-128, 128, shape, np.int32)
+        spread = lambda leaf: np.kron(leaf, np.ones([a // b for a, b in zip(qvalue.shape, shape)], leaf.dtype))
+        want = (qvalue.astype(np.float32) - spread(zero_point).astype(np.float32)) * spread(scale)
+        q = QArray(jnp.asarray(qvalue), jnp.asarray(scale), jnp.asarray(zero_point))
+        np.testing.assert_array_equal(q.dequantize(), want)
+        np.testing.assert_array_equal(q.transpose(1, 2, 0).dequantize(), want.transpose(1, 2, 0))
+        assert q.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_a_transpose_is_a_view():
+    q = make((2, 3, 4, 5))
+    dense = q.dequantize()
+    for view, want in ((q.T, dense.T), (q.mT, dense.mT), (q.swapaxes(1, -1), dense.swapaxes(1, -1)),
+                       (q.transpose(0, 2, 3, 1), dense.transpose(0, 2, 3, 1)), (q.transpose((-1, 0, 1, 2)).mT.T,
+                                                                                dense.transpose(-1, 0, 1, 2).mT.T)):
+        assert view.qvalue is q.qvalue and view.scale is q.scale
+        assert view.shape == want.shape and view.ndim == 4 and view.size == 120
+        np.testing.assert_array_equal(view.dequantize(), want)
+    assert jax.tree.structure(q.T.T) == jax.tree.structure(q)
+    with pytest.raises(ValueError, match="axes is .*, needs a permutation of the 4 axes"):
+        q.transpose(0, 1, 2, 2)
+
+
+def test_properties():
+    q = make((4, 6), symmetric=False)
+    assert q.dtype == jnp.float32 and q.qtype == jnp.int8 and q.nbytes == 24 + 16 + 16
+    assert q[...] is q
+    with pytest.raises(TypeError, match=r"indexed by \[...\], got 0"):
+        q[0]
+
+
+@variants
+def test_flattens_with_the_names_of_its_leaves(q):
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q())]
+    assert paths[:2] == [".qvalue", ".scale"]
+    assert set(paths[2:]) <= {".zero_point", ".azp_adj"}
+
+
+@variants
+def test_survives_tree_map_jit_and_repr(q):
+    q = q()
+    assert_equal(jax.tree.map(lambda x: x, q), q)
+    assert_equal(jax.jit(lambda q: q)(q), q)
+    assert repr(q).startswith(f"QArray({q.qtype}[{q.shape[0]},{q.shape[1]}], scale=float32[")
+    assert "QArray(None" in repr(jax.tree.map(lambda x: None, q))
+    assert repr(jax.eval_shape(lambda q: q, q)) == repr(q)
+
+
+def test_maps_over_a_leading_axis():
+    stack = make((3, 4, 6), symmetric=False).mT.with_azp_adj(1)
+    one = lambda i: jax.tree.map(lambda leaf: leaf[i], stack)
+    np.testing.assert_array_equal(one(1).dequantize(), stack.dequantize()[1])
+    _, scanned = jax.lax.scan(lambda carry, q: (carry, q.dequantize()), None, stack)
+    np.testing.assert_array_equal(scanned, stack.dequantize())
+    np.testing.assert_array_equal(jax.vmap(lambda q: q.T.dequantize())(stack), stack.mT.dequantize())
+    restacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), one(0), one(1), one(2))
+    assert_equal(restacked, stack)
+    assert_equal(jax.vmap(lambda x: jax_qmm.quantize(x).T)(jnp.ones((3, 4, 6))), jax_qmm.quantize(jnp.ones((3, 4, 6))).mT)
+    with pytest.raises(ValueError, match="took away a permuted axis"):
+        jax.vmap(lambda q: q.dequantize())(make().T)
+
+
+@variants
+def test_exports(q):
+    q = q()
+    exported = jax.export.export(jax.jit(lambda q: (q.dequantize(), q)), platforms=["cpu"])(q)
+    restored = jax.export.deserialize(exported.serialize(vjp_order=0))
+    dense, same = restored.call(q)
+    np.testing.assert_array_equal(dense, q.dequantize())
+    assert_equal(same, q)
+
+
+@variants
+def test_saves_and_loads_with_orbax(q, tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    params = {"layer": {"kernel": q(), "bias": jnp.ones(3)}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "params", params)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "params", jax.eval_shape(lambda: params))
+    assert_equal(restored, params)
+
+
+def test_is_a_parameter_of_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(make((8, 4)).T)
+
+        def __call__(self, x):
+            return jax_qmm.matmul(x, self.kernel[...])
+
+    layer, x = Layer(), jnp.ones((2, 4))
+    np.testing.assert_array_equal(nnx.jit(lambda layer, x: layer(x))(layer, x), layer(x))
+    graph, state = nnx.split(layer)
+    assert_equal(nnx.merge(graph, state).kernel[...], layer.kernel[...])
+    assert "QArray(int8[4,8]" in repr(layer)
+
+
+def test_goes_to_devices_with_shardings():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    q = make((16, 8)).T
+    placed = jax.device_put(q, NamedSharding(mesh, P("d", None)))
+    assert placed.qvalue.sharding.spec == placed.scale.sharding.spec == P("d", None)
+    assert_equal(placed, q)
+    each = jax.tree.map(lambda leaf: NamedSharding(mesh, P(*("d" if n == 16 else None for n in leaf.shape))), q)
+    assert_equal(jax.device_put(q, each), q)
+
+
+def test_sums_are_of_the_stored_values():
+    q = make((4, 6))
+    np.testing.assert_array_equal(q.T.with_azp_adj(0).azp_adj, np.asarray(q.qvalue, np.int32).sum(1, keepdims=True))
+    assert q.with_azp_adj((0, 1)).azp_adj.shape == (1, 1)
+
+
+@pytest.mark.parametrize("leaves, error, message", [
+    ((np.zeros((2, 3), np.int32), np.ones((2, 1), np.float32)), TypeError, "qvalue has dtype int32, needs"),
+    ((np.zeros((2, 3), np.int8), np.ones((2, 1), np.int32)), TypeError, "scale has dtype int32, needs"),
+    ((np.zeros((2, 3), np.int8), np.ones(2, np.float32)), ValueError, r"scale has shape \(2,\), needs the rank"),
+    ((np.zeros((2, 3), np.int8), np.ones((2, 2), np.float32)), ValueError, r"scale has shape \(2, 2\), needs"),
+    ((np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), np.ones((2, 1), np.int8)), TypeError,
+     "zero_point has dtype int8, needs int32"),
+    ((np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), np.ones((1, 1), np.int32)), ValueError,
+     r"zero_point has shape \(1, 1\), needs that of scale \(2, 1\)"),
+    ((np.zeros((2, 3), jnp.float8_e4m3fn), np.ones((2, 1), np.float32), np.ones((2, 1), np.int32)), TypeError,
+     "zero_point was given with qvalue of dtype float8_e4m3fn"),
+])
+def test_leaves_that_do_not_fit_are_refused(leaves, error, message):
+    with pytest.raises(error, match=message):
+        QArray(*leaves)
