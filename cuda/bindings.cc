@@ -50,11 +50,9 @@ ScaledMm shape(int m, int n, int k, int batch, std::string const& in, std::strin
   return problem;
 }
 
-ScaledMmChoice choice(std::pair<int, int> instance_and_swizzle) {
-  auto [instance, swizzle] = instance_and_swizzle;
-  if (instance < -1 || instance >= scaled_mm_instances()) throw std::invalid_argument("no such kernel");
-  return {instance, swizzle};
-}
+using Pair = std::pair<int, int>;  // a ScaledMmChoice
+
+ScaledMmChoice choice(Pair pair) { return {pair.first, pair.second}; }
 
 }  // namespace
 
@@ -66,26 +64,26 @@ NB_MODULE(_kernels, m) {
       "select_scaled_mm",
       [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum, int sm_count) {
         ScaledMmChoice const chosen = select_scaled_mm(shape(m, n, k, batch, in, out, fast_accum), sm_count);
-        return std::pair(chosen.instance, chosen.swizzle);
+        return Pair(chosen.instance, chosen.option);
       },
-      "The kernel (index, swizzle) for a product on a GPU with that many SMs.");
+      "The kernel (index, option) for a product on a GPU with that many SMs.");
   m.def(
-      "describe_scaled_mm", [](std::pair<int, int> chosen) { return describe_scaled_mm(choice(chosen)); },
+      "describe_scaled_mm", [](Pair chosen) { return describe_scaled_mm(choice(chosen)); },
       "A kernel in words.");
   m.def(
       "scaled_mm_choices",
       [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
-        std::vector<int> instances{-1};
-        for (int i = 0; i < scaled_mm_instances(); ++i) {
-          if (supports_scaled_mm(i, shape(m, n, k, batch, in, out, fast_accum))) instances.push_back(i);
+        std::vector<Pair> pairs;
+        for (ScaledMmChoice c : scaled_mm_choices(shape(m, n, k, batch, in, out, fast_accum))) {
+          pairs.emplace_back(c.instance, c.option);
         }
-        return instances;
+        return pairs;
       },
       "The kernels that can serve a product.");
   m.def(
       "tune_scaled_mm",
       [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum,
-         std::pair<int, int> chosen) {
+         Pair chosen) {
         tune_scaled_mm(shape(m, n, k, batch, in, out, fast_accum), choice(chosen));
       },
       "Fixes the kernel for a product in this process.");
@@ -93,7 +91,7 @@ NB_MODULE(_kernels, m) {
   m.def(
       "measure_scaled_mm",
       [](int m, int n, int k, std::string const& in, std::string const& out, bool fast_accum,
-         std::vector<std::pair<int, int>> const& chosen, nb::bytes pattern, int rounds) {
+         std::vector<Pair> const& chosen, nb::bytes pattern, int rounds) {
         std::vector<ScaledMmChoice> choices;
         for (auto const& pair : chosen) choices.push_back(choice(pair));
         std::string const bytes(static_cast<char const*>(pattern.data()), pattern.size());

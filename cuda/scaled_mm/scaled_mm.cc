@@ -5,10 +5,13 @@
 #include <map>
 #include <mutex>
 #include <shared_mutex>
+#include <stdexcept>
 #include <tuple>
+#include <vector>
 
 #include "scaled_mm/gemm_sm90.h"
 #include "scaled_mm/generic.h"
+#include "scaled_mm/stream_sm90.h"
 
 namespace jax_qmm {
 namespace {
@@ -16,24 +19,33 @@ namespace {
 using sm90::Accum;
 using sm90::Schedule;
 
+enum class Kind { kGemm, kStream };
+
 struct Instance {
+  Kind kind;
   DType in;
   Accum accum;
-  int out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n;
+  int out_bytes;  // 0 where it does not matter
+  int tile_m, tile_n, tile_k, cluster_m, cluster_n;
   Schedule schedule;
   bool swap;
   cudaError_t (*prepare)();
-  cudaError_t (*launch)(ScaledMm const&, int swizzle, int sm_count, cudaStream_t);
+  cudaError_t (*launch)(ScaledMm const&, int option, int sm_count, cudaStream_t);
 };
 
-#define INSTANCE(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)                     \
-  {DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, swap,           \
-   JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,            \
+#define INSTANCE(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)                      \
+  {Kind::kGemm, DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, swap, \
+   JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,             \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::launch},
+#define STREAM(in, accum, rows)                                                                                   \
+  {Kind::kStream, DType::in, Accum::accum, 0, rows, sm90::Stream<DType::in, Accum::accum, rows>::kColumns, 256, 1, 1, \
+   Schedule::kPingpong, true, sm90::Stream<DType::in, Accum::accum, rows>::prepare,                               \
+   sm90::Stream<DType::in, Accum::accum, rows>::launch},
 Instance const kInstances[] = {
 #include "scaled_mm/instances_sm90.def"
 };
 #undef INSTANCE
+#undef STREAM
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -49,11 +61,34 @@ bool tma_aligned(ScaledMm const& p) {
 }
 
 bool serves(Instance const& instance, ScaledMm const& p) {
-  return instance.in == p.in && instance.accum == accum_of(p) && instance.out_bytes == bytes_of(p.out_dtype);
+  return instance.in == p.in && instance.accum == accum_of(p) && (instance.out_bytes == 0 || instance.out_bytes == bytes_of(p.out_dtype));
+}
+
+// The settings of `ScaledMmChoice::option` that are worth considering.
+std::vector<int> options(Instance const& i, ScaledMm const& p) {
+  if (i.kind == Kind::kGemm) return p.m >= 2048 ? std::vector<int>{1, 8} : std::vector<int>{1};
+  std::vector<int> splits{1};
+  for (int split = 2; split <= std::min<int64_t>(8, ceil_div(p.k, i.tile_k)); split *= 2) splits.push_back(split);
+  return splits;
+}
+
+double memory_time(ScaledMm const& p) {
+  double const bytes = double(p.batch) * (double(p.m) * p.k + double(p.n) * p.k + double(p.m) * p.n * bytes_of(p.out_dtype));
+  return bytes / 4.2e6;
+}
+
+double predict_stream(Instance const& i, int split, ScaledMm const& p, int sm_count) {
+  int64_t const blocks = ceil_div(p.m, i.tile_m) * ceil_div(p.n, i.tile_n) * split * p.batch;
+  double const bytes = double(i.tile_m + i.tile_n) * ceil_div(ceil_div(p.k, split), i.tile_k) * i.tile_k;
+  int64_t const resident = 3 * sm_count;
+  double const rounds = double(blocks) / std::min(blocks, resident);
+  double const flow = std::min(0.06, 4.2 / std::min(blocks, resident));  // MB in a microsecond, one block's share
+  return 3 + 0.2 * split + std::max(rounds * (0.5 + bytes * 1e-6 / flow), memory_time(p));
 }
 
 // Microseconds by a model of the chip: waves of tiles, each limited by the tensor cores or by its share of the memory.
-double predict(Instance const& i, ScaledMm const& p, int sm_count) {
+double predict(Instance const& i, int option, ScaledMm const& p, int sm_count) {
+  if (i.kind == Kind::kStream) return predict_stream(i, option, p, sm_count);
   double const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
   int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
                            ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
@@ -65,8 +100,7 @@ double predict(Instance const& i, ScaledMm const& p, int sm_count) {
   double const math = double(i.tile_m) * std::max(i.tile_n, 32) * i.tile_k / macs / clock;
   double const loads = double(i.tile_m + i.tile_n) * i.tile_k * std::min<double>(clusters * cluster, sm_count) / 5.5e6;
   double const tail = i.schedule == Schedule::kPingpong ? 1.5 : 2.5;
-  double const bytes = double(p.batch) * (double(p.m) * p.k + double(p.n) * p.k + double(p.m) * p.n * i.out_bytes);
-  return 2 + std::max(waves * k_tiles * std::max(math, loads) + waves * tail, bytes / 4.2e6);
+  return 2 + std::max(waves * k_tiles * std::max(math, loads) + waves * tail, memory_time(p));
 }
 
 using TuningKey = std::tuple<DType, DType, bool, int, int, int, int>;
@@ -80,10 +114,13 @@ std::map<TuningKey, ScaledMmChoice> tuning;
 
 }  // namespace
 
-int scaled_mm_instances() { return std::size(kInstances); }
-
-bool supports_scaled_mm(int instance, ScaledMm const& p) {
-  return instance == -1 || (serves(kInstances[instance], p) && tma_aligned(p));
+std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& p) {
+  std::vector<ScaledMmChoice> choices{{-1, 1}};
+  for (int i = 0; i < int(std::size(kInstances)); ++i) {
+    if (!tma_aligned(p) || !serves(kInstances[i], p)) continue;
+    for (int option : options(kInstances[i], p)) choices.push_back({i, option});
+  }
+  return choices;
 }
 
 ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
@@ -91,24 +128,29 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   {
     std::shared_lock lock(tuning_mutex);
     auto tuned = tuning.find(tuning_key(p));
-    if (tuned != tuning.end() && supports_scaled_mm(tuned->second.instance, p)) return tuned->second;
+    if (tuned != tuning.end() && (tuned->second.instance < 0 || tma_aligned(p))) return tuned->second;
   }
   if (!tma_aligned(p)) return best;
   double best_time = 0;
-  for (int i = 0; i < scaled_mm_instances(); ++i) {
+  for (int i = 0; i < int(std::size(kInstances)); ++i) {
     if (!serves(kInstances[i], p)) continue;
-    double const time = predict(kInstances[i], p, sm_count);
-    if (best.instance < 0 || time < best_time) {
-      best = {i, 1};
-      best_time = time;
+    for (int option : options(kInstances[i], p)) {
+      double const time = predict(kInstances[i], option, p, sm_count);
+      if (best.instance < 0 || time < best_time) {
+        best = {i, option};
+        best_time = time;
+      }
     }
   }
-  // Squares of tiles keep the operands of a large product in L2.
-  if (p.m >= 4096 && p.n >= 4096) best.swizzle = 8;
   return best;
 }
 
 void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice) {
+  auto const known = scaled_mm_choices(problem);
+  bool const serves = std::any_of(known.begin(), known.end(), [&](ScaledMmChoice other) {
+    return other.instance == choice.instance && other.option == choice.option;
+  });
+  if (!serves) throw std::invalid_argument(describe_scaled_mm(choice) + " does not serve this product");
   std::unique_lock lock(tuning_mutex);
   tuning[tuning_key(problem)] = choice;
 }
@@ -119,12 +161,16 @@ void clear_scaled_mm_tuning() {
 }
 
 std::string describe_scaled_mm(ScaledMmChoice choice) {
+  if (choice.instance >= int(std::size(kInstances))) throw std::invalid_argument("there is no such kernel");
   if (choice.instance < 0) return "generic 64x64x64 mma.sync";
   Instance const& i = kInstances[choice.instance];
   auto text = [](int number) { return std::to_string(number); };
+  if (i.kind == Kind::kStream) {
+    return "sm90 stream " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " split " + text(choice.option);
+  }
   return "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " cluster " + text(i.cluster_m) + "x" +
          text(i.cluster_n) + (i.schedule == Schedule::kPingpong ? " pingpong" : " cooperative") +
-         (i.swap ? " swapped" : "") + " swizzle " + text(choice.swizzle);
+         (i.swap ? " swapped" : "") + " swizzle " + text(choice.option);
 }
 
 cudaError_t prepare_scaled_mm() {
@@ -137,7 +183,7 @@ cudaError_t prepare_scaled_mm() {
 cudaError_t launch_scaled_mm(ScaledMm const& p, ScaledMmChoice choice, int sm_count, cudaStream_t stream) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return cudaSuccess;
   if (choice.instance < 0) return launch_generic(p, stream);
-  return kInstances[choice.instance].launch(p, choice.swizzle, sm_count, stream);
+  return kInstances[choice.instance].launch(p, choice.option, sm_count, stream);
 }
 
 }  // namespace jax_qmm

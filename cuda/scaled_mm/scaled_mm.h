@@ -40,18 +40,20 @@ struct ScaledMm {
 // What will run: an entry of the kernel table, or the kernel for any alignment when `instance` is -1.
 struct ScaledMmChoice {
   int instance;
-  int swizzle;  // side of the square of tiles that are computed together, for reuse in L2
+  // Of a table entry that streams b: how many blocks share a tile's K. Of any other: the side of the square of tiles
+  // that are computed together, for reuse in L2.
+  int option;
 };
 
 // Chooses a kernel on the host from the shape, the dtypes and the addresses' alignment; launches nothing.
 ScaledMmChoice select_scaled_mm(ScaledMm const& problem, int sm_count);
 
-// How many entries the kernel table has, one entry in words, and whether it can serve the problem.
-int scaled_mm_instances();
+// Everything that can serve the problem, and a choice in words.
+std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& problem);
 std::string describe_scaled_mm(ScaledMmChoice choice);
-bool supports_scaled_mm(int instance, ScaledMm const& problem);
 
-// Makes `select_scaled_mm` answer `choice` for problems of this shape and these dtypes, where it can serve them.
+// Makes `select_scaled_mm` answer `choice` for problems of this shape and these dtypes, unless their addresses are not
+// aligned as it needs. Throws std::invalid_argument where it can't serve them at all.
 void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice);
 void clear_scaled_mm_tuning();
 
