@@ -257,8 +257,7 @@ def _lower(ctx, *operands, out_sharding, **params):
     local = functools.partial(_call_kernel if reason is None else _call_reference, **params)
     if not _compat.has_manual_axes(ctx):
         local = _partitioned(local, [x.shape for x in ctx.avals_in], params)
-    with _compat.enable_x64(True):  # for the constants of the reference's float64 parts
-        out, = mlir.lower_fun(local, multiple_results=False)(_compat.without_shardings(ctx), *operands)
+    out, = mlir.lower_fun(local, multiple_results=False)(_compat.without_shardings(ctx), *operands)
     return [_compat.lower_with_sharding_in_types(ctx, out, ctx.avals_out[0])]
 
 
@@ -354,7 +353,7 @@ def _partitioned(local, shapes, params):
 
         def lower(*parts):
             # Compilation can find the mesh of jax.set_mesh around it, whose types don't fit the parts of one device.
-            with _compat.enable_x64(True), jax.sharding.use_abstract_mesh(_compat.NO_MESH):
+            with jax.sharding.use_abstract_mesh(_compat.NO_MESH):
                 if not axes.get("k"):
                     return local(*parts)
                 raw = {"names": (), "out_dtype": _sum_dtype(parts[0])}
