@@ -2,6 +2,7 @@
 #include "scaled_mm/scaled_mm.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
@@ -9,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "once_per_device.h"
 #include "scaled_mm/gemm_sm90.h"
 #include "scaled_mm/generic.h"
 #include "scaled_mm/stream_sm90.h"
@@ -174,10 +176,13 @@ std::string describe_scaled_mm(ScaledMmChoice choice) {
 }
 
 cudaError_t prepare_scaled_mm() {
-  for (Instance const& instance : kInstances) {
-    if (cudaError_t error = instance.prepare(); error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  static std::atomic<uint64_t> prepared_devices{0};
+  return once_per_device(prepared_devices, [] {
+    for (Instance const& instance : kInstances) {
+      if (cudaError_t error = instance.prepare(); error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  });
 }
 
 cudaError_t launch_scaled_mm(ScaledMm const& p, ScaledMmChoice choice, int sm_count, cudaStream_t stream) {

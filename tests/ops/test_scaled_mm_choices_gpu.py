@@ -1,0 +1,81 @@
+"""Every kernel that can be chosen, each forced in turn, on shapes that are ragged in all it tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_qmm
+from jax_qmm import _ffi
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(1, 136, 16), (17, 200, 1040), (130, 1544, 272), (333, 392, 2064)]  # M, N, K
+# fp8: the sum of K products in about 14 bits, of terms and partial sums of the size of the root of K.
+FP8_TOLERANCE = 2.0**-10
+
+
+@pytest.fixture
+def kernels():
+    kernels, why = _ffi._load()
+    assert kernels is not None, why
+    yield kernels
+    kernels.clear_scaled_mm_tuning()
+
+
+def _operands(m, n, k, dtype):
+    rng = np.random.default_rng(m)
+    if dtype == jnp.int8:
+        a, b = (rng.integers(-128, 128, shape, np.int8) for shape in ((m, k), (n, k)))
+    else:
+        a, b = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in ((m, k), (n, k)))
+    scale_a, scale_b, bias = (rng.uniform(-2, 2, size).astype(np.float32) for size in (m, n, n))
+    return a, b, scale_a, scale_b, bias
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_every_choice_gives_the_same_int8_result(kernels, oracle, shape, out_dtype):
+    m, n, k = shape
+    a, b, scale_a, scale_b, bias = _operands(m, n, k, jnp.int8)
+    azp = np.arange(m, dtype=np.int32) % 256 - 128
+    adj = b.astype(np.int32).sum(axis=1)
+    want = oracle.scaled_mm(a, b, scale_a, scale_b, bias, azp=azp, azp_adj=adj, out_dtype=out_dtype)
+    key = (m, n, k, 1, "int8", jnp.dtype(out_dtype).name, False)
+    for choice in kernels.scaled_mm_choices(*key):
+        kernels.tune_scaled_mm(*key, choice)
+        call = jax.jit(lambda *x: jax_qmm.scaled_mm_azp_per_token(*x, out_dtype=out_dtype))
+        got = np.asarray(call(a, b, scale_a, scale_b, adj, azp, bias))
+        np.testing.assert_array_equal(got.view(f"u{got.itemsize}"), want.view(f"u{want.itemsize}"),
+                                      kernels.describe_scaled_mm(choice))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_choice_gives_the_same_sums(kernels, oracle, shape):
+    m, n, k = shape
+    a, b, *_ = _operands(m, n, k, jnp.int8)
+    key = (m, n, k, 1, "int8", "int32", False)
+    for choice in kernels.scaled_mm_choices(*key):
+        kernels.tune_scaled_mm(*key, choice)
+        got = jax.jit(lambda *x: jax_qmm.scaled_mm(*x, 1.0, 1.0, out_dtype=jnp.int32))(a, b)
+        np.testing.assert_array_equal(got, oracle.sums(a, b), kernels.describe_scaled_mm(choice))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_every_choice_gives_the_fp8_result(kernels, oracle, shape, out_dtype, precision):
+    m, n, k = shape
+    a, b, scale_a, scale_b, bias = _operands(m, n, k, jnp.float8_e4m3fn)
+    want = oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=np.float64)
+    size = np.abs(scale_a)[:, None] * np.abs(scale_b) * (np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)).T)
+    relative = FP8_TOLERANCE if precision is None else k * 2.0**-24
+    bound = relative * size + float(jnp.finfo(out_dtype).eps) * np.abs(want) + 2.0**-20
+    key = (m, n, k, 1, "float8_e4m3fn", jnp.dtype(out_dtype).name, precision is None)
+    for choice in kernels.scaled_mm_choices(*key):
+        kernels.tune_scaled_mm(*key, choice)
+        call = jax.jit(lambda *x: jax_qmm.scaled_mm(*x, out_dtype=out_dtype, precision=precision))
+        got = np.asarray(call(a, b, scale_a, scale_b, bias)).astype(np.float64)
+        assert (np.abs(got - want) <= bound).all(), kernels.describe_scaled_mm(choice)
+        again = np.asarray(call(a, b, scale_a, scale_b, bias)).astype(np.float64)
+        np.testing.assert_array_equal(got, again)
