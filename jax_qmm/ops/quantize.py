@@ -13,6 +13,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_qmm import _compat, _ffi, reference
+from jax_qmm.ops.partitioning import find_mesh
 from jax_qmm.qarray import SCALE_DTYPES, QArray
 from jax_qmm.schemes import check_qtype
 
@@ -325,11 +326,9 @@ def _factors(shape, *parameter_shapes):
 
 def _register_lowerings(primitive, partitioned, kernels, references, index):
     def lower(ctx, *operands, functions, **params):
-        if _compat.has_manual_axes(ctx):
-            function = functools.partial(functions[index], **params)
-        else:
-            function = partitioned(*functions, **params)
-        out = mlir.lower_fun(function)(_compat.without_shardings(ctx), *operands)
+        mesh_ctx = find_mesh(ctx)
+        function = functools.partial(functions[index], **params) if mesh_ctx is None else partitioned(*functions, **params)
+        out = mlir.lower_fun(function)(_compat.without_shardings(mesh_ctx or ctx), *operands)
         return [_compat.lower_with_sharding_in_types(ctx, *pair) for pair in zip(out, ctx.avals_out)]
 
     def lower_cuda(ctx, *operands, **params):
