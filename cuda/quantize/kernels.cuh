@@ -7,6 +7,11 @@
 
 namespace jax_qmm::quantize {
 
+// The largest blocks: of those that share a row or tensor, and of those that hold a row.
+constexpr int kPieceThreads = 256;
+template <int V, int N>
+constexpr int kRowThreads = V > 1 && N < 8 ? 256 : 1024;
+
 template <class In>
 using Pair = std::conditional_t<std::is_same_v<In, __half>, __half2, __nv_bfloat162>;
 
@@ -150,7 +155,7 @@ __device__ void quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t 
 // Dynamic, one scale for each row. Each row of threads takes one row of x, a piece at a time; where that is one piece, x
 // is read once, otherwise a second time, from the L2 cache if it is not too long, starting with the piece at hand.
 template <class In, Kind kind, int V, int N>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
     quantize_rows(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points) {
   int64_t const row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= rows) return;
@@ -186,7 +191,7 @@ __global__ void __launch_bounds__(1024)
 
 // The range of a whole tensor, into two words that were zero.
 template <class In, Kind kind, int V, int N>
-__global__ void __launch_bounds__(1024) find_range(In const* x, int64_t size, uint32_t* words) {
+__global__ void __launch_bounds__(kPieceThreads) find_range(In const* x, int64_t size, uint32_t* words) {
   Bounds<kind, typename Chunk<In, V>::Lane> bounds;
   Piece<In, kind, V, N> piece;
   int64_t const step = int64_t{blockDim.x} * piece.kPerThread;
@@ -205,7 +210,7 @@ __global__ void __launch_bounds__(1024) find_range(In const* x, int64_t size, ui
 // Given scales, each of `scale_stride` rows apart, or the range of the tensor in `words`: then the scale follows from it
 // and is written. Pieces of a row are independent; the last goes first, because find_range has left it in the L2 cache.
 template <class In, Kind kind, int V, int N>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(kPieceThreads, 5)
     quantize_given(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points,
                    int scale_stride, uint32_t const* words) {
   Piece<In, kind, V, N> piece;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "once_per_device.h"
 #include "quantize/kernels.cuh"
 
 namespace jax_qmm {
@@ -11,7 +12,6 @@ namespace quantize {
 namespace {
 
 constexpr int64_t kWarp = 32;
-constexpr int64_t kPieceThreads = 256;  // of a block that shares its row with other blocks
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -34,7 +34,7 @@ struct Launches {
   static void rows(Quantize const& p, cudaStream_t stream) {
     // A row that doesn't fit the largest block comes in pieces of a block that leaves room for a second one.
     int64_t const threads = warps(ceil_div(p.cols, V * N));
-    dim3 const block = block_of(threads <= 1024 ? threads : 512);
+    dim3 const block = block_of(threads <= kRowThreads<V, N> ? threads : 512);
     quantize_rows<In, kind, V, N><<<ceil_div(p.rows, block.y), block, 0, stream>>>(
         static_cast<In const*>(p.x), static_cast<uint8_t*>(p.q), p.rows, p.cols, p.scale, p.zero_point);
   }
@@ -49,7 +49,7 @@ struct Launches {
   static void given(Quantize const& p, In const* x, uint8_t* q, int64_t rows, int64_t cols, uint32_t const* words,
                     cudaStream_t stream) {
     if (cols == 0) return;
-    dim3 const block = block_of(std::min(kPieceThreads, warps(ceil_div(cols, V * N))));
+    dim3 const block = block_of(std::min<int64_t>(kPieceThreads, warps(ceil_div(cols, V * N))));
     dim3 const grid(ceil_div(cols, block.x * V * N), std::min<int64_t>(ceil_div(rows, block.y), 65535));
     quantize_given<In, kind, V, N>
         <<<grid, block, 0, stream>>>(x, q, rows, cols, p.scale, p.zero_point, p.per_tensor ? 0 : 1, words);
@@ -61,7 +61,7 @@ struct Launches {
     uint8_t* const q = static_cast<uint8_t*>(p.q);
     int64_t const size = p.rows * p.cols, vectors = aligned(x, q) ? size / kVector * kVector : 0;
     given<kVector, 4>(p, x, q, 1, vectors, words, stream);
-    given<1, kScalars>(p, x + vectors, q + vectors, 1, size - vectors, words, stream);
+    given<1, 8>(p, x + vectors, q + vectors, 1, size - vectors, words, stream);
   }
 
   static cudaError_t dynamic(Quantize p, uint32_t* workspace, cudaStream_t stream) {
@@ -90,7 +90,7 @@ struct Launches {
       rows<kVector, 1>(p, stream);
     } else if (chunks <= 2 * kWarp) {
       rows<kVector, 2>(p, stream);
-    } else if (chunks <= 1024) {
+    } else if (chunks <= 4 * kRowThreads<kVector, 4>) {
       rows<kVector, 4>(p, stream);
     } else {
       rows<kVector, 8>(p, stream);
@@ -107,7 +107,7 @@ struct Launches {
     } else if (aligned(x, q) && p.cols % kVector == 0) {
       given<kVector, 4>(p, x, q, p.rows, p.cols, nullptr, stream);
     } else {
-      given<1, kScalars>(p, x, q, p.rows, p.cols, nullptr, stream);
+      given<1, 8>(p, x, q, p.rows, p.cols, nullptr, stream);
     }
     return cudaGetLastError();
   }
@@ -121,7 +121,7 @@ struct Launches {
         reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 8>),
         reinterpret_cast<void const*>(find_range<In, kind, 1, kScalars>),
         reinterpret_cast<void const*>(find_range<In, kind, kVector, 8>),
-        reinterpret_cast<void const*>(quantize_given<In, kind, 1, kScalars>),
+        reinterpret_cast<void const*>(quantize_given<In, kind, 1, 8>),
         reinterpret_cast<void const*>(quantize_given<In, kind, kVector, 4>),
     };
     for (void const* kernel : kernels) {
@@ -166,18 +166,15 @@ cudaError_t with_launches(Quantize const& p, F f) {
 
 cudaError_t prepare_quantize() {
   static std::atomic<uint64_t> prepared_devices{0};
-  int device;
-  if (cudaError_t const error = cudaGetDevice(&device)) return error;
-  uint64_t const bit = uint64_t{1} << (device % 64);
-  if (prepared_devices & bit) return cudaSuccess;
-  for (DType in : {DType::kF32, DType::kBF16, DType::kF16}) {
-    for (auto kind : {quantize::Kind::kInt8, quantize::Kind::kInt8ZeroPoint, quantize::Kind::kFp8}) {
-      cudaError_t const error = quantize::with_launches(in, kind, [](auto launches) { return launches.prepare(); });
-      if (error != cudaSuccess) return error;
+  return once_per_device(prepared_devices, [] {
+    for (DType in : {DType::kF32, DType::kBF16, DType::kF16}) {
+      for (auto kind : {quantize::Kind::kInt8, quantize::Kind::kInt8ZeroPoint, quantize::Kind::kFp8}) {
+        cudaError_t const error = quantize::with_launches(in, kind, [](auto launches) { return launches.prepare(); });
+        if (error != cudaSuccess) return error;
+      }
     }
-  }
-  prepared_devices |= bit;
-  return cudaSuccess;
+    return cudaSuccess;
+  });
 }
 
 cudaError_t quantize_static(Quantize const& problem, cudaStream_t stream) {
