@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kPieceThreads) find_range(In const* x, int64_t
 // Given scales, each of `scale_stride` rows apart, or the range of the tensor in `words`: then the scale follows from it
 // and is written. Pieces of a row are independent; the last goes first, because find_range has left it in the L2 cache.
 template <class In, Kind kind, int V, int N>
-__global__ void __launch_bounds__(kPieceThreads, 5)
+__global__ void __launch_bounds__(kPieceThreads, V > 1 ? 5 : 4)
     quantize_given(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points,
                    int scale_stride, uint32_t const* words) {
   Piece<In, kind, V, N> piece;
