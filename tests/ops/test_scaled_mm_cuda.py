@@ -51,7 +51,7 @@ def test_lowers_to_one_call_in_row_major_order_without_transposes():
     assert "fast_accum = false" in attributes
     # Minor to major, of a, b and the result, and of the five vectors.
     assert attributes.count("dense<[2, 1, 0]>") == 3 and attributes.count("dense<[1, 0]>") == 5
-    assert "transpose" not in text and "dot_general" not in text
+    assert "stablehlo.transpose" not in text and "stablehlo.dot_general" not in text
 
 
 @pytest.mark.parametrize("precision, fast", [(None, "true"), ("high", "true"), ("highest", "false"),
@@ -94,7 +94,7 @@ def test_vmap_makes_one_call(in_axes, want):
     args = [spec((4, *x.shape), x.dtype) if axis == 0 else x for x, axis in zip(int8_operands(), in_axes)]
     text = stablehlo(jax.vmap(mm, in_axes), *args)
     (operands, *_), = calls(text)
-    assert operands[:5] == want and "transpose" not in text
+    assert operands[:5] == want and "stablehlo.transpose" not in text
 
 
 def test_symbolic_rows_stay_symbolic():
