@@ -48,6 +48,7 @@ class _Plan:
     precision: Any
     out_sharding: Any
     scheme: W8A8 | None
+    dequantize: str | None = None  # a key of DEQUANTIZED
 
     @property
     def batch(self):
@@ -86,6 +87,10 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
                  _compat.canonicalize_out_sharding(out_sharding, "dot_general"), scheme)
     if bias is not None:
         bias = _check_bias(bias, plan, sides)
+    reason = _why_dequantized(plan, *sides)
+    if reason is not None:
+        _ffi.note_fallback("dot_general", DEQUANTIZED[reason])
+        plan = dataclasses.replace(plan, dequantize=reason)
     return _contract(plan, *sides, bias, activation_scale, activation_zero_point)
 
 
@@ -128,10 +133,8 @@ def _sizes(plan, lhs, rhs):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _contract(plan, lhs, rhs, bias, activation_scale, activation_zero_point):
-    reason = _why_dequantized(plan, lhs, rhs)
-    if reason is not None:
-        _ffi.note_fallback("dot_general", DEQUANTIZED[reason])
-        return _DEQUANTIZED_DOT[reason](plan, lhs, rhs, bias)
+    if plan.dequantize is not None:
+        return _DEQUANTIZED_DOT[plan.dequantize](plan, lhs, rhs, bias)
     return _quantized_dot(plan, lhs, rhs, bias, activation_scale, activation_zero_point)
 
 

@@ -87,6 +87,8 @@ def einsum(subscripts, *operands, precision=None, preferred_element_type=None, o
         out = jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=preferred_element_type,
                          out_sharding=out_sharding)
         return _plus(out, bias)
+    if not isinstance(subscripts, str):
+        raise ValueError("einsum with a QArray needs its subscripts as a string")
     if len(operands) != 2:
         raise ValueError(f"einsum with a QArray needs 2 operands, got {len(operands)}")
     labels = _einsum_labels(subscripts, *map(jnp.shape, operands))
@@ -136,9 +138,6 @@ def _plus(out, bias):
 
 def _einsum_labels(subscripts, *shapes):
     """Labels of both operands and the output: letters, and negative numbers for what `...` stands for."""
-    if not isinstance(subscripts, str):
-        raise ValueError("einsum with a QArray needs its subscripts as a string")
-
     def fail(why):
         raise ValueError(f"einsum({subscripts!r}) with operands of shapes {shapes[0]} and {shapes[1]}: {why}")
 

@@ -119,7 +119,7 @@ def _check_tile_size(tile_size, tiled, shape):
 def _check_parameter(name, value, shape):
     integer = name == "zero_point"
     if isinstance(value, (int, float)):
-        value = np.asarray(value, np.result_type(type(value)) if integer else np.float32)
+        value = np.asarray(value, np.int32 if integer and isinstance(value, int) else np.float32)
     value = jnp.asarray(value)
     if not (jnp.issubdtype(value.dtype, jnp.integer) if integer else value.dtype in SCALE_DTYPES):
         kind = "an integer dtype" if integer else ", ".join(map(str, SCALE_DTYPES))
