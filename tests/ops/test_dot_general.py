@@ -318,33 +318,6 @@ def test_exports_with_a_symbolic_dimension():
     np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(x, w), f(x, w))
 
 
-WEIGHTS = {  # equation, shape of x, weight as quantize_model stores it
-    "linear": ("btk,kn->btn", (2, 8, 64), lambda: stored(normal(64, 32), (0,))),
-    "query": ("btk,khd->bthd", (2, 8, 64), lambda: stored(normal(64, 4, 8), (0,))),
-    "attention output": ("bthd,hdf->btf", (2, 8, 4, 8), lambda: stored(normal(4, 8, 32), (0, 1))),
-    "experts": ("ebk,ekn->ebn", (2, 8, 64), lambda: stored(normal(2, 64, 32), (1,))),
-    "same tokens to all experts": ("bk,ekn->ebn", (8, 64), lambda: stored(normal(2, 64, 32), (1,))),
-    "weight first": ("kn,k->n", (64,), lambda: stored(normal(64, 32), (0,))),
-}
-weights = pytest.mark.parametrize("equation, shape, make", WEIGHTS.values(), ids=WEIGHTS)
-
-
-def product(equation, scheme=None):
-    """f(x, w), whichever comes first in the equation."""
-    flip = equation.startswith("kn,")
-    return lambda x, w: jax_qmm.einsum(equation, *((w, x) if flip else (x, w)), scheme=scheme)
-
-
-@weights
-@pytest.mark.parametrize("scheme", [W8A8(), W8A8(symmetric=False)], ids=str)
-def test_no_transpose_is_lowered_for_stored_weights(equation, shape, make, scheme):
-    w = make()
-    text = jax.jit(product(equation, scheme)).trace(jnp.ones(shape, jnp.bfloat16), w).lower(
-        lowering_platforms=("cuda",)).as_text()
-    assert "transpose" not in text
-    assert text.count("@jax_qmm_quantize_dynamic") == text.count("@jax_qmm_scaled_mm") == 1
-
-
 # Dequantized products
 
 
