@@ -48,6 +48,9 @@ __device__ inline float subtract_zero_point(int32_t acc, int32_t azp, int32_t az
                                                  static_cast<uint32_t>(azp) * static_cast<uint32_t>(azp_adj)));
 }
 
+// Sums of fp8 have no zero points.
+__device__ inline float subtract_zero_point(float acc, int32_t, int32_t) { return acc; }
+
 __device__ inline float combine(float acc, float scale_a, float scale_b, float bias) {
   return fmaf(scale_a, scale_b * acc, bias);
 }

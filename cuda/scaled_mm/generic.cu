@@ -81,8 +81,6 @@ __device__ void mma(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2
   }
 }
 
-__device__ float subtract_zero_point(float acc, int32_t, int32_t) { return acc; }
-
 template <class Accumulator, class Bits>
 __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
   __shared__ uint8_t smem_a[kTile * kPitch], smem_b[kTile * kPitch];

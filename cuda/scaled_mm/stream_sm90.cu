@@ -30,8 +30,6 @@ struct Vectors {
   int out_bytes;
 };
 
-__device__ float subtract_zero_point(float acc, int32_t, int32_t) { return acc; }
-
 __device__ float add(float x, float y) { return x + y; }
 __device__ int32_t add(int32_t x, int32_t y) { return int32_t(uint32_t(x) + uint32_t(y)); }
 
