@@ -142,8 +142,8 @@ struct Piece {
   }
 };
 
-// Elements [first, end) of a row whose scale asks for true division: zero, subnormal, huge, negative or NaN. Rare, so one
-// element at a time.
+// Elements [first, end) of a row whose scale is none that Divisor is quick for: zero, minute, huge, negative or NaN. Rare,
+// so one element at a time.
 template <Kind kind, class In>
 __device__ void quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t end, float scale, float zero_point) {
 #pragma unroll 1
@@ -173,12 +173,14 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
     first += step;
   }
 
-  Scale<kind> const scale(reduce<kind>(bounds.range()));
+  Range const range = reduce<kind>(bounds.range());
+  Scale<kind> const scale(range);
   if (threadIdx.x == 0) {
     scales[row] = scale.scale;
     if (kind == Kind::kInt8ZeroPoint) zero_points[row] = scale.zero_point;
   }
-  Divisor const divisor(scale.scale);
+  // Padding is common, and zeros stay the same zeros whatever divides them.
+  Divisor const divisor(range.high == 0 && range.low == 0 ? 1.0f : scale.scale);
   float const zero_point = static_cast<float>(scale.zero_point);
   if (!divisor.quick) return quantize_slowly<kind>(x, q, 0, cols, scale.scale, zero_point);
   while (true) {
