@@ -4,7 +4,7 @@ import functools
 
 import jax
 from jax._src import core, dispatch
-from jax._src.interpreters.mlir import lower_with_sharding_in_types
+from jax._src.interpreters import mlir
 from jax._src.lax.lax import canonicalize_precision
 from jax._src.sharding_impls import canonicalize_sharding
 from jax.interpreters import ad, xla
@@ -12,6 +12,7 @@ from jax.interpreters import ad, xla
 NO_MESH = jax.sharding.AbstractMesh((), ())
 ShardingTypeError = core.ShardingTypeError
 enable_x64 = jax.enable_x64
+lower_with_sharding_in_types = mlir.lower_with_sharding_in_types
 canonicalize_out_sharding = functools.partial(canonicalize_sharding, check_mesh_consistency=False)
 
 
@@ -33,7 +34,7 @@ def explicit_mesh(aval):
 
 
 def align_varying(arrays):
-    """Casts every array to vary over the manual mesh axes that any of them varies over, as jax.lax does inside."""
+    """Casts all arrays to vary over the manual mesh axes that one of them varies over, as jax.lax does."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     union = frozenset().union(*varying)
     return [jax.lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x
@@ -56,5 +57,5 @@ def has_manual_axes(ctx):
 
 
 def without_shardings(ctx):
-    """The context of a lowering rule with operand types that carry no sharding: for code on one device's part."""
+    """The context of a lowering rule with operand types that carry no sharding."""
     return ctx.replace(avals_in=[core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])

@@ -19,14 +19,15 @@ def scaled_mm(a, b, *, num_batch=0, out_dtype, **vectors):
       b: `(*B, N, K)` of the same dtype. A dimension of B may be 1 in any operand.
       num_batch: the length of B.
       out_dtype: bfloat16, float16 or float32, or int32 for the exact sums of int8.
-      **vectors: `scale_a` and `azp` `(*B, *R)` or with every dimension of R 1; `scale_b`, `bias` and `azp_adj`
-        `(*B, N)` or `(*B, 1)`. Absent: 1, 1, 1, none, none (an azp without azp_adj has no effect).
+      **vectors: `scale_a` and `azp` `(*B, *R)` or with every dimension of R 1; `scale_b`, `bias` and
+        `azp_adj` `(*B, N)` or `(*B, 1)`. Each may be absent; an azp without azp_adj has no effect.
 
     Returns:
       `(*B, *R, N)` of `out_dtype`.
 
     >>> a, b = jnp.int8([[1, 2]]), jnp.int8([[3, 4], [5, 6]])
-    >>> scaled_mm(a, b, out_dtype=jnp.float32, scale_a=jnp.float32([0.5]), bias=jnp.float32([10, 20])).tolist()
+    >>> vectors = dict(scale_a=jnp.float32([0.5]), bias=jnp.float32([10, 20]))
+    >>> scaled_mm(a, b, out_dtype=jnp.float32, **vectors).tolist()
     [[15.5, 28.5]]
     """
     return epilogue(sums(a, b, num_batch), num_batch=num_batch, out_dtype=out_dtype, **vectors)
@@ -36,7 +37,7 @@ def sums(a, b, num_batch=0):
     """`a @ b.T` per batch: int32, exact but for wrap-around, for int8; float32 for float8."""
     if not jnp.issubdtype(a.dtype, jnp.integer):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    # einsum by numbered dimensions: batch 0.., rows, then N and K; a batch dimension of 1 is left out and put back.
+    # einsum by numbered dimensions: batch, rows, N and K. A batch dimension of 1 is left out and put back.
     batch, rows = range(num_batch), range(num_batch, a.ndim - 1)
     n, k = a.ndim - 1, a.ndim
     ones_a, ones_b = (tuple(i for i in batch if is_one(x.shape[i])) for x in (a, b))
@@ -58,8 +59,8 @@ def epilogue(acc, *, num_batch=0, out_dtype, **vectors):
     if out_dtype == jnp.int32:
         return acc
     scale_a, scale_b, bias = (
-        along_output(vectors[name], name, acc.ndim, num_batch).astype(jnp.float32) if name in vectors else None
-        for name in ("scale_a", "scale_b", "bias"))
+        along_output(vectors[name], name, acc.ndim, num_batch).astype(jnp.float32)
+        if name in vectors else None for name in ("scale_a", "scale_b", "bias"))
     out = acc.astype(jnp.float32)
     if scale_b is not None:
         out = scale_b * out
@@ -67,7 +68,7 @@ def epilogue(acc, *, num_batch=0, out_dtype, **vectors):
         out = _fused_multiply_add(scale_a, out, bias)
     elif scale_a is not None:
         out = scale_a * out
-    # The CPU backend would merge a product with a sum that uses it and skip its rounding; not through a selection.
+    # The CPU backend merges a product with a sum that uses it, which skips a rounding; a selection stops it.
     return jnp.where(jnp.isnan(out), jnp.nan, out).astype(out_dtype)
 
 
@@ -97,8 +98,8 @@ def _fused_multiply_add(x, y, z):
         x = 1.0 if x is None else x.astype(jnp.float64)
         product, z = x * y.astype(jnp.float64), z.astype(jnp.float64)  # exact: twice 24 bits fit in 53
         total = product + z
-        # The exact rest that `total` lacks (Knuth's two-sum) makes it odd, so that rounding it again, to float32,
-        # rounds the exact sum once (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008).
+        # The exact rest that `total` lacks (Knuth's two-sum) makes it odd, so that its rounding to float32 is
+        # that of the exact sum (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008).
         part = total - product
         rest = (product - (total - part)) + (z - part)
         bits = jax.lax.bitcast_convert_type(total, jnp.int64)
@@ -131,10 +132,10 @@ def quantize_dynamic(x, qtype, axes, symmetric):
 
 
 def extrema(x, axes, symmetric):
-    """What the scale of a dynamic quantization depends on: `(absmax,)`, or `(-min, max)` of a range that holds 0.
+    """What a dynamic scale depends on: `(absmax,)`, or `(-min, max)` of a range that holds 0.
 
-    Each is a non-negative float32 given by its bits as int32, in which NaN is the largest: XLA's maximum of floats
-    drops NaN on the CPU. Parts of an array, sharded ones too, combine by the maximum of these.
+    Each is a non-negative float32 given by its bits as int32, in which NaN is the largest: XLA's maximum of
+    floats drops NaN on the CPU. Parts of an array, sharded ones too, combine by the maximum of these.
     """
     x = x.astype(jnp.float32)
     parts = (jnp.abs(x),) if symmetric else (_positive_part(-x), _positive_part(x))
@@ -194,5 +195,5 @@ def _positive_part(x):
 
 
 def _divide(x, y):
-    # XLA rewrites x / broadcast(y) to x * broadcast(1 / y), one more rounding; it leaves a selected divisor alone.
+    # XLA rewrites x / broadcast(y) to x * broadcast(1 / y), one more rounding; a selected divisor it leaves.
     return x / jnp.where(jnp.isnan(x), 1.0, y)

@@ -1,12 +1,13 @@
-"""Checks of the arguments of scaled_mm and its variants: each error names the argument, what it had and needs."""
+"""Checks of the arguments of scaled_mm and its variants; errors name the argument, what it had and needs."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-QTYPES = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
+INT8 = (jnp.dtype(jnp.int8),)
+INT32 = (jnp.dtype(jnp.int32),)
+QTYPES = (*INT8, jnp.dtype(jnp.float8_e4m3fn))
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-INT32 = jnp.dtype(jnp.int32)
 
 
 def array(name, x, dtypes):
@@ -56,7 +57,7 @@ def along_rows(name, x, a):
 
 
 def along_columns(name, x, b, scalar=False):
-    """A vector of the rows of `b`, the output's columns, as `(N,)`, or `(1,)` if it may be a scalar and is."""
+    """A vector along the rows of `b`, the output's columns, as `(N,)`, or `(1,)` for a scalar."""
     n = b.shape[0]
     if x.shape == (n,):
         return x
@@ -74,8 +75,9 @@ def out_dtype(dtype):
         dtype = jnp.dtype(dtype)
     except TypeError:
         raise TypeError(f"out_dtype is {dtype!r}; it needs to be a dtype") from None
-    if dtype not in (*FLOATS, INT32):
-        raise TypeError(f"out_dtype is {dtype}; it needs to be bfloat16, float16, float32 or, for sums, int32")
+    if dtype not in (*FLOATS, *INT32):
+        raise TypeError(
+            f"out_dtype is {dtype}; it needs to be bfloat16, float16, float32 or, for the sums, int32")
     return dtype
 
 
@@ -85,7 +87,7 @@ def raw_sums(a, scale_a, scale_b, bias):
         raise ValueError(f"out_dtype int32 gives the exact sums of int8 products, but a has dtype {a.dtype}")
     for name, x in (("scale_a", scale_a), ("scale_b", scale_b)):
         if isinstance(x, jax.Array) or np.size(x) != 1 or np.any(np.asarray(x) != 1):
-            raise ValueError(f"out_dtype int32 gives the unscaled sums: {name} needs to be the constant 1.0 of "
-                             f"Python or numpy, not {x}")
+            raise ValueError(f"out_dtype int32 gives the unscaled sums: {name} needs to be the constant 1.0 "
+                             f"of Python or numpy, not {x}")
     if bias is not None:
         raise ValueError("out_dtype int32 gives the unscaled sums: bias needs to be None")

@@ -1,6 +1,7 @@
 """Matrix products of int8 and fp8 with scales, zero points and bias applied to the sums in one kernel."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -17,7 +18,8 @@ from jax_qmm.reference import is_one
 # Public functions
 
 
-def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, precision=None, out_sharding=None):
+def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, precision=None,
+              out_sharding=None):
     """Computes `scale_a * scale_b * (a @ b.T) + bias`.
 
     int8 products are summed exactly in int32, fp8 products in float32. The rest is float32,
@@ -25,9 +27,10 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, prec
 
     Differentiable by the scales and the bias; a and b are constants to differentiation.
 
-    Sharded over M or N there is no communication. Sharded over K on either side, each device sums its part and one
-    all-reduce of the sums comes before the scales. Where one mesh axis shards a and b in dimensions that don't go
-    together, the operand that has it on K is gathered (of M and N, the one whose sharding the result does not have).
+    Sharded over M or N there is no communication. Sharded over K on either side, each device sums its part
+    and one all-reduce of the sums comes before the scales. Where one mesh axis shards a and b in dimensions
+    that don't go together, the operand that has it on K is gathered (of M and N, the one that the result is
+    not sharded by), as is what is sharded over the automatic axes inside a partly manual `jax.shard_map`.
 
     Args:
       a: `(..., M, K)`, int8 or float8_e4m3fn.
@@ -38,10 +41,10 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, prec
       bias: `(N,)`, float32 or `out_dtype`, or None.
       out_dtype: bfloat16, float16, float32, or int32 for the sums of int8 products; the scales are then the
         constant 1.0.
-      precision: `jax.lax.Precision.HIGHEST` sums fp8 products in full float32; by default Hopper's tensor cores keep
-        about 14 bits of the partial sums. int8 is always exact.
-      out_sharding: the sharding of the result, as in `jax.lax.dot_general`. On an Explicit mesh it is needed where K
-        is sharded in both a and b.
+      precision: `jax.lax.Precision.HIGHEST` sums fp8 products in full float32; by default Hopper's tensor
+        cores keep about 14 bits of the partial sums. int8 is always exact.
+      out_sharding: the sharding of the result, as in `jax.lax.dot_general`. On an Explicit mesh it is needed
+        where K is sharded in both a and b.
 
     Returns:
       `(..., M, N)` of `out_dtype`.
@@ -64,7 +67,8 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, prec
     return _scaled(a, b, scale_a, scale_b, bias, out_dtype, out_sharding, fast_accum)
 
 
-def scaled_mm_azp(a, b, scale_a, scale_b, azp_with_adj, bias=None, *, out_dtype=jnp.bfloat16, out_sharding=None):
+def scaled_mm_azp(a, b, scale_a, scale_b, azp_with_adj, bias=None, *, out_dtype=jnp.bfloat16,
+                  out_sharding=None):
     """Computes `scale_a * scale_b * (a @ b.T - azp_with_adj) + bias`: one zero point for all of a.
 
     Args:
@@ -90,8 +94,8 @@ def scaled_mm_azp(a, b, scale_a, scale_b, azp_with_adj, bias=None, *, out_dtype=
     >>> jax_qmm.scaled_mm_azp(a, b, 0.5, 1.0, azp_with_adj, out_dtype=jnp.float32).tolist()
     [[5.5, 8.5]]
     """
-    a, b = checks.matrices(a, b, (jnp.dtype(jnp.int8),))
-    adj = checks.along_columns("azp_with_adj", checks.array("azp_with_adj", azp_with_adj, (checks.INT32,)), b)
+    a, b = checks.matrices(a, b, checks.INT8)
+    adj = checks.along_columns("azp_with_adj", checks.array("azp_with_adj", azp_with_adj, checks.INT32), b)
     return _scaled(a, b, scale_a, scale_b, bias, checks.out_dtype(out_dtype), out_sharding, azp_adj=adj)
 
 
@@ -123,10 +127,11 @@ def scaled_mm_azp_per_token(a, b, scale_a, scale_b, azp_adj, azp, bias=None, *, 
     >>> jax_qmm.scaled_mm_azp_per_token(a, b, 0.5, 1.0, adj, azp, out_dtype=jnp.float32).tolist()
     [[5.5, 8.5], [5.5, 8.5]]
     """
-    a, b = checks.matrices(a, b, (jnp.dtype(jnp.int8),))
-    adj = checks.along_columns("azp_adj", checks.array("azp_adj", azp_adj, (checks.INT32,)), b)
-    azp = checks.along_rows("azp", checks.array("azp", azp, (checks.INT32,)), a)
-    return _scaled(a, b, scale_a, scale_b, bias, checks.out_dtype(out_dtype), out_sharding, azp_adj=adj, azp=azp)
+    a, b = checks.matrices(a, b, checks.INT8)
+    adj = checks.along_columns("azp_adj", checks.array("azp_adj", azp_adj, checks.INT32), b)
+    azp = checks.along_rows("azp", checks.array("azp", azp, checks.INT32), a)
+    out_dtype = checks.out_dtype(out_dtype)
+    return _scaled(a, b, scale_a, scale_b, bias, out_dtype, out_sharding, azp_adj=adj, azp=azp)
 
 
 def azp_adjustment(b):
@@ -146,21 +151,18 @@ def azp_adjustment(b):
     >>> jax_qmm.azp_adjustment(jnp.int8([[3, 4], [5, -128]])).tolist()
     [7, -123]
     """
-    b = checks.array("b", b, (jnp.dtype(jnp.int8),))
+    b = checks.array("b", b, checks.INT8)
     if b.ndim != 2:
         raise ValueError(f"b has shape {b.shape}; it needs two dimensions, (N, K)")
     return jnp.sum(b, axis=1, dtype=jnp.int32)
 
 
-def _scaled(a, b, scale_a, scale_b, bias, out_dtype, out_sharding, fast_accum=False, **azp):
+def _scaled(a, b, scale_a, scale_b, bias, out_dtype, out_sharding, fast_accum=False, **vectors):
     if out_dtype == jnp.int32:
         raise ValueError("out_dtype is int32, which only scaled_mm has; "
                          "with zero points it needs to be bfloat16, float16 or float32")
-    vectors = {
-        "scale_a": checks.along_rows("scale_a", checks.scale("scale_a", scale_a), a),
-        "scale_b": checks.along_columns("scale_b", checks.scale("scale_b", scale_b), b, scalar=True),
-        **azp,
-    }
+    vectors["scale_a"] = checks.along_rows("scale_a", checks.scale("scale_a", scale_a), a)
+    vectors["scale_b"] = checks.along_columns("scale_b", checks.scale("scale_b", scale_b), b, scalar=True)
     if bias is not None:
         dtypes = dict.fromkeys((jnp.dtype(jnp.float32), out_dtype))
         vectors["bias"] = checks.along_columns("bias", checks.array("bias", bias, tuple(dtypes)), b)
@@ -169,16 +171,17 @@ def _scaled(a, b, scale_a, scale_b, bias, out_dtype, out_sharding, fast_accum=Fa
 
 def _bind(a, b, out_dtype, out_sharding, fast_accum=False, **vectors):
     return scaled_mm_p.bind(
-        *_compat.align_varying([a, b, *vectors.values()]), names=tuple(vectors), num_batch=0, out_dtype=out_dtype,
-        fast_accum=fast_accum, out_sharding=_compat.canonicalize_out_sharding(out_sharding, "scaled_mm"))
+        *_compat.align_varying([a, b, *vectors.values()]), names=tuple(vectors), num_batch=0,
+        out_dtype=out_dtype, fast_accum=fast_accum,
+        out_sharding=_compat.canonicalize_out_sharding(out_sharding, "scaled_mm"))
 
 
 # The primitive
 #
-# Operands: a (*B, *R, K), b (*B, N, K) and the vectors that `names` lists, out of scale_a and azp (*B, *R) or with 1
-# for all of R, and scale_b, bias and azp_adj (*B, N) or (*B, 1). B are the first `num_batch` dimensions; any operand
-# may have 1 for any of them. The result is (*B, *R, N). R stays unfolded until the operands are one device's part,
-# because each of its dimensions can be sharded.
+# Operands: a (*B, *R, K), b (*B, N, K) and the vectors that `names` lists, out of scale_a and azp (*B, *R)
+# or with 1 for all of R, and scale_b, bias and azp_adj (*B, N) or (*B, 1). B are the first `num_batch`
+# dimensions; any operand may have 1 for any of them. The result is (*B, *R, N). R stays unfolded until the
+# operands are one device's part, because each of its dimensions can be sharded.
 
 scaled_mm_p = Primitive("scaled_mm")
 
@@ -198,24 +201,22 @@ def _abstract_eval(a, b, *vectors, names, num_batch, out_dtype, fast_accum, out_
     shape = (*batch, *a.shape[num_batch:-1], b.shape[-2])
     if not _compat.explicit_mesh(a):
         return a.update(shape=shape, dtype=out_dtype)
-    if out_sharding is None:
-        sharding = a.sharding.update(spec=_explicit_spec(a.sharding.spec, b.sharding.spec, num_batch))
-    else:
-        sharding = a.sharding.update(spec=out_sharding.spec)
-    return a.update(shape=shape, dtype=out_dtype, sharding=sharding)
+    spec = out_sharding.spec if out_sharding else _explicit_spec(a.sharding.spec, b.sharding.spec, num_batch)
+    return a.update(shape=shape, dtype=out_dtype, sharding=a.sharding.update(spec=spec))
 
 
 def _explicit_spec(a, b, num_batch):
     if a[-1] is not None and b[-1] is not None:
         raise _compat.ShardingTypeError(
-            f"scaled_mm: K is sharded in a ({a}) and in b ({b}), so it is ambiguous how the result is sharded; pass "
+            f"scaled_mm: K is sharded in a ({a}) and in b ({b}), so it is ambiguous how the result is; pass "
             "out_sharding to say so")
-    spec = [x if x is not None else y for x, y in zip(a[:num_batch], b[:num_batch])] + [*a[num_batch:-1], b[-2]]
+    batch = [x if x is not None else y for x, y in zip(a[:num_batch], b[:num_batch])]
+    spec = [*batch, *a[num_batch:-1], b[-2]]
     axes = [axis for entry in spec for axis in _axes(entry)]
     if len(axes) != len(set(axes)):
         raise _compat.ShardingTypeError(
-            f"scaled_mm: with a sharded as {a} and b as {b}, the result would be sharded twice over one mesh axis; "
-            "reshard one of them or pass out_sharding")
+            f"scaled_mm: with a sharded as {a} and b as {b}, the result would be sharded twice over one mesh "
+            "axis; reshard one of them or pass out_sharding")
     return PartitionSpec(*spec)
 
 
@@ -232,14 +233,13 @@ def _call_kernel(a, b, *vectors, names, num_batch, out_dtype, fast_accum):
         return x.reshape(math.prod(x.shape[:num_batch]), *tail)
 
     given = dict(zip(names, vectors))
-    defaults = {"scale_a": jnp.float32, "scale_b": jnp.float32, "bias": jnp.float32,
-                "azp_adj": jnp.int32, "azp": jnp.int32}
-    folded = [fold(given[name], math.prod(given[name].shape[num_batch:])) if name in given
-              else jnp.zeros((0, 0), dtype) for name, dtype in defaults.items()]
+    floats, ints = ("scale_a", "scale_b", "bias"), ("azp_adj", "azp")
+    vectors = [fold(given[name], math.prod(given[name].shape[num_batch:])) if name in given
+               else jnp.zeros((0, 0), jnp.float32 if name in floats else jnp.int32) for name in floats + ints]
     k, m = a.shape[-1], math.prod(rows)
-    call = jax.ffi.ffi_call(
-        "jax_qmm_scaled_mm", jax.ShapeDtypeStruct((math.prod(batch), m, n), out_dtype))
-    out = call(fold(a, m, k), fold(b, n, k), *folded, fast_accum=fast_accum)
+    result = jax.ShapeDtypeStruct((math.prod(batch), m, n), out_dtype)
+    out = jax.ffi.ffi_call("jax_qmm_scaled_mm", result)(
+        fold(a, m, k), fold(b, n, k), *vectors, fast_accum=fast_accum)
     return out.reshape(*batch, *rows, n)
 
 
@@ -268,21 +268,23 @@ def _batch(operands, dims, *, names, num_batch, out_sharding, **params):
     in_rows = [True, False, *(name in _ROW_VECTORS for name in names)]
     fold = dims[0] is not None and all(in_row for dim, in_row in zip(dims, in_rows) if dim is not None)
     at = num_batch if fold else 0  # where only rows are batched, the batch becomes one more dimension of them
-    operands = [x if fold and not in_row else jnp.expand_dims(x, at) if dim is None else jnp.moveaxis(x, dim, at)
+    operands = [x if fold and not in_row else
+                jnp.expand_dims(x, at) if dim is None else jnp.moveaxis(x, dim, at)
                 for x, dim, in_row in zip(operands, dims, in_rows)]
     if fold:
         rows = operands[0].shape[num_batch:-1]
-        for i, in_row in enumerate(in_rows[2:], start=2):
-            head, own = operands[i].shape[:num_batch], operands[i].shape[num_batch:]
-            if in_row and not all(map(is_one, own)):
-                operands[i] = jnp.broadcast_to(operands[i], (*head, *rows))
+        for i, name in enumerate(names, start=2):
+            batch, own = operands[i].shape[:num_batch], operands[i].shape[num_batch:]
+            if name in _ROW_VECTORS and not all(map(is_one, own)):
+                operands[i] = jnp.broadcast_to(operands[i], (*batch, *rows))
     else:
         num_batch += 1
     if out_sharding is not None:
         entry = next(jax.typeof(x).sharding.spec[at] for x, dim in zip(operands, dims) if dim is not None)
         spec = out_sharding.spec
         out_sharding = out_sharding.update(spec=PartitionSpec(*spec[:at], entry, *spec[at:]))
-    return scaled_mm_p.bind(*operands, names=names, num_batch=num_batch, out_sharding=out_sharding, **params), at
+    params |= {"names": names, "num_batch": num_batch, "out_sharding": out_sharding}
+    return scaled_mm_p.bind(*operands, **params), at
 
 
 # Differentiation
@@ -290,8 +292,8 @@ def _batch(operands, dims, *, names, num_batch, out_sharding, **params):
 
 def _jvp(primals, tangents, *, names, num_batch, out_dtype, fast_accum, out_sharding):
     """By scale_a, scale_b and bias; a and b are constants, fp8 too."""
-    out = scaled_mm_p.bind(*primals, names=names, num_batch=num_batch, out_dtype=out_dtype, fast_accum=fast_accum,
-                           out_sharding=out_sharding)
+    params = {"num_batch": num_batch, "fast_accum": fast_accum, "out_sharding": out_sharding}
+    out = scaled_mm_p.bind(*primals, names=names, out_dtype=out_dtype, **params)
 
     def spread(x, name):
         return reference.along_output(x, name, out.ndim, num_batch).astype(jnp.float32)
@@ -301,8 +303,7 @@ def _jvp(primals, tangents, *, names, num_batch, out_dtype, fast_accum, out_shar
               if name in ("scale_a", "scale_b", "bias") and not isinstance(t, ad.Zero)}
     terms = [moving["bias"]] if "bias" in moving else []
     if "scale_a" in moving or "scale_b" in moving:
-        acc = scaled_mm_p.bind(*primals[:2], names=(), num_batch=num_batch, out_dtype=_sum_dtype(primals[0]),
-                               fast_accum=fast_accum, out_sharding=out_sharding)
+        acc = scaled_mm_p.bind(*primals[:2], names=(), out_dtype=_sum_dtype(primals[0]), **params)
         acc = reference.subtract_zero_point(acc, num_batch, vectors).astype(jnp.float32)
         for name, other in (("scale_a", "scale_b"), ("scale_b", "scale_a")):
             if name in moving:
@@ -337,7 +338,7 @@ def _factors(shapes, names, num_batch):
 def _partitioned(local, shapes, params):
     """`local` on operands that are sharded over several devices."""
     factors, out_factors = _factors(shapes, params["names"], params["num_batch"])
-    ones = (f"one{i}" for i in range(99))  # a dimension of 1 has nothing to do with the sharding of its factor
+    ones = (f"one{i}" for i in itertools.count())  # a dimension of 1 does not share its factor's sharding
     operands = [[next(ones) if is_one(size) else factor for size, factor in zip(shape, operand)]
                 for shape, operand in zip(shapes, factors)]
     known = {factor for operand in operands for factor in operand}
@@ -352,7 +353,7 @@ def _partitioned(local, shapes, params):
             return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) or None for dim in dims)))
 
         def lower(*parts):
-            # Compilation can find the mesh of jax.set_mesh around it, whose types don't fit the parts of one device.
+            # The mesh of jax.set_mesh can be around the compilation; its types don't fit one device's part.
             with jax.sharding.use_abstract_mesh(_compat.NO_MESH):
                 if not axes.get("k"):
                     return local(*parts)

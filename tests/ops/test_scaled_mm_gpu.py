@@ -12,9 +12,15 @@ from jax_qmm import _ffi, reference
 pytestmark = pytest.mark.gpu
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
-RAGGED = [(m, 64, 128) for m in range(1, 34)] + [
-    (m, n, k) for m in (1, 7, 33, 100, 129, 300) for n, k in ((65, 33), (127, 515), (264, 1041), (1, 96), (8, 7))] + [
-    (129, 257, 1), (1, 1, 1), (64, 4096, 272), (300, 40, 4100)]
+RAGGED = (
+    [(m, 64, 128) for m in range(1, 34)]
+    + [
+        (m, n, k)
+        for m in (1, 7, 33, 100, 129, 300)
+        for n, k in ((65, 33), (127, 515), (264, 1041), (1, 96), (8, 7))
+    ]
+    + [(129, 257, 1), (1, 1, 1), (64, 4096, 272), (300, 40, 4100)]
+)
 
 
 def int8(rng, *shape):
@@ -24,8 +30,13 @@ def int8(rng, *shape):
 def operands(m, n, k, seed=0):
     """a, b, scale_a, scale_b and bias."""
     rng = np.random.default_rng([seed, m, n, k])
-    return (int8(rng, m, k), int8(rng, n, k), rng.random(m, np.float32) * 0.1, rng.random(n, np.float32) * 0.1,
-            100 * rng.standard_normal(n, np.float32))
+    return (
+        int8(rng, m, k),
+        int8(rng, n, k),
+        rng.random(m, np.float32) * 0.1,
+        rng.random(n, np.float32) * 0.1,
+        100 * rng.standard_normal(n, np.float32),
+    )
 
 
 def assert_same(got, want):
@@ -52,7 +63,9 @@ def test_a_kernel_runs():
 @pytest.mark.parametrize("shape", RAGGED, ids=str)
 def test_int8_is_exact_for_every_shape(oracle, shape):
     a, b, scale_a, scale_b, bias = operands(*shape)
-    assert_same(call()(a, b, scale_a, scale_b, bias), oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=BF16))
+    assert_same(
+        call()(a, b, scale_a, scale_b, bias), oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=BF16)
+    )
     assert_same(raw_sums(a, b), oracle.sums(a, b))
 
 
@@ -82,7 +95,9 @@ def test_every_epilogue(oracle, shape, out_dtype, bias_dtype, zero_points, per_t
 def test_scale_dtypes(oracle, dtype_a, dtype_b):
     a, b, scale_a, scale_b, bias = operands(130, 72, 144)
     scale_a, scale_b = scale_a.astype(dtype_a), scale_b.astype(dtype_b)
-    assert_same(call()(a, b, scale_a, scale_b, bias), oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=BF16))
+    assert_same(
+        call()(a, b, scale_a, scale_b, bias), oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=BF16)
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0, -3.0, 1e-40, 3e38])
@@ -105,7 +120,9 @@ def test_sums_wrap_at_the_extremes(oracle, m):
     b = np.stack([np.full(131072, v, np.int8) for v in (-128, 127, 0, -1, 1, 5, 6, 7)])
     assert_same(raw_sums(a, b), oracle.sums(a, b))
     b[0, 0] = 127
-    assert_same(call()(a, b, np.float32(1), np.float32(1)), oracle.scaled_mm(a, b, np.float32(1), 1, out_dtype=BF16))
+    assert_same(
+        call()(a, b, np.float32(1), np.float32(1)), oracle.scaled_mm(a, b, np.float32(1), 1, out_dtype=BF16)
+    )
 
 
 def test_zero_points_wrap(oracle):
@@ -127,7 +144,10 @@ def test_vmap_over_any_mix(oracle, shape, mapped):
     """a, b, s and t: the scales, c: bias, z: azp."""
     m, n, k = shape
     a, b, scale_a, scale_b, bias = (np.stack(x) for x in zip(*(operands(*shape, seed) for seed in range(3))))
-    adj, azp = b.astype(np.int32).sum(2), np.random.default_rng(1).integers(-128, 128, (3, m)).astype(np.int32)
+    adj, azp = (
+        b.astype(np.int32).sum(2),
+        np.random.default_rng(1).integers(-128, 128, (3, m)).astype(np.int32),
+    )
     args = dict(a=a, b=b, s=scale_a, t=scale_b, j=adj, z=azp, c=bias)
     axes = [0 if name in mapped else None for name in args]
     args = [x if name in mapped else x[0] for name, x in args.items()]
@@ -151,8 +171,12 @@ def test_nested_vmap_and_leading_dimensions(oracle):
 def test_slices_of_larger_arrays(oracle, offset):
     a, b, scale_a, scale_b, bias = operands(40, 72, 131)
     f = lambda *args: jax_qmm.scaled_mm(*(x[offset:] for x in args))
-    assert_same(jax.jit(f)(a, b, scale_a, scale_b, bias), oracle.scaled_mm(
-        a[offset:], b[offset:], scale_a[offset:], scale_b[offset:], bias[offset:], out_dtype=BF16))
+    assert_same(
+        jax.jit(f)(a, b, scale_a, scale_b, bias),
+        oracle.scaled_mm(
+            a[offset:], b[offset:], scale_a[offset:], scale_b[offset:], bias[offset:], out_dtype=BF16
+        ),
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 256, 256), (33, 65, 33), (300, 264, 1041)], ids=str)
@@ -160,7 +184,7 @@ def test_a_row_does_not_depend_on_its_neighbours(shape):
     a, b, scale_a, scale_b, bias = operands(*shape)
     whole = np.asarray(call()(a, b, scale_a, scale_b, bias))
     for row in {0, shape[0] // 2, shape[0] - 1}:
-        assert_same(call()(a[row:row + 1], b, scale_a[row:row + 1], scale_b, bias), whole[row:row + 1])
+        assert_same(call()(a[row : row + 1], b, scale_a[row : row + 1], scale_b, bias), whole[row : row + 1])
 
 
 def test_the_reference_agrees_bit_for_bit():
@@ -201,7 +225,9 @@ def test_grad_and_jit_of_several_calls(oracle):
     acc = oracle.sums(a, b).astype(np.float64)
     want = (acc * scale_b).sum(1), (acc * scale_a[:, None]).sum(0), np.full(72, 33)
     for g, w in zip(got, want):
-        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5 * np.abs(w).max())  # sums of 72 float32 products
+        np.testing.assert_allclose(
+            g, w, rtol=1e-4, atol=1e-5 * np.abs(w).max()
+        )  # sums of 72 float32 products
 
 
 def test_donated_and_reused_buffers(oracle):
@@ -215,10 +241,11 @@ def test_donated_and_reused_buffers(oracle):
 def narrow_accumulator_bound(a, b, restart):
     """How far tensor cores can be off the exact sum of float8 products.
 
-    Hopper sums 32 products at a time with what it has so far: it aligns all 33 terms to the largest and cuts them off
-    below the 13th fractional bit (about 14 bits are kept), so a step is off by up to 33 times 2**-13 of the largest
-    term. A term is a product or a sum over a stretch of K, which is at most twice the largest of the sums from the
-    start. Full accumulation restarts from zero every 128 products (`restart`) and adds those sums in float32.
+    Hopper sums 32 products at a time with what it has so far: it aligns all 33 terms to the largest and cuts
+    them off below the 13th fractional bit (about 14 bits are kept), so a step is off by up to 33 times 2**-13
+    of the largest term. A term is a product or a sum over a stretch of K, which is at most twice the largest
+    of the sums from the start. Full accumulation restarts from zero every 128 products (`restart`) and adds
+    those sums in float32.
     """
     a, b = a.astype(np.float64), b.astype(np.float64)
     steps = [slice(i, i + 32) for i in range(0, a.shape[-1], 32)]
@@ -226,11 +253,13 @@ def narrow_accumulator_bound(a, b, restart):
     product = np.stack([np.abs(a[:, s]).max(1)[:, None] * np.abs(b[:, s]).max(1) for s in steps])
     bound, per_block = 0, restart // 32 if restart else len(steps)
     for i in range(0, len(steps), per_block):
-        sums, products = np.cumsum(partial[i:i + per_block], 0), product[i:i + per_block]
+        sums, products = np.cumsum(partial[i : i + per_block], 0), product[i : i + per_block]
         largest = np.maximum(2 * np.abs(sums).max(0), products.max(0))
         bound = bound + len(sums) * 33 * 2.0**-13 * largest
     totals = np.abs(np.cumsum(partial, 0)).max(0)
-    return bound + 2 * len(steps) * 2.0**-24 * totals  # float32 sums of the blocks, and of the parts of a split K
+    return (
+        bound + 2 * len(steps) * 2.0**-24 * totals
+    )  # float32 sums of the blocks, and of the parts of a split K
 
 
 @pytest.mark.parametrize("shape", RAGGED[::5] + RAGGED[33:], ids=str)
@@ -246,10 +275,14 @@ def test_float8_stays_within_the_bound(shape, precision, restart):
 
 def test_full_accumulation_is_closer_than_fast():
     rng = np.random.default_rng(0)
-    a, b = (rng.random(s).astype(E4M3) for s in ((128, 8192), (128, 8192)))  # of one sign: the sum grows and loses bits
+    a, b = (
+        rng.random(s).astype(E4M3) for s in ((128, 8192), (128, 8192))
+    )  # of one sign: the sum grows and loses bits
     want = a.astype(np.float64) @ b.astype(np.float64).T
-    off = [np.abs(call(precision=p, out_dtype=jnp.float32)(a, b, np.float32(1), np.float32(1)) - want).max()
-           for p in (None, jax.lax.Precision.HIGHEST)]
+    off = [
+        np.abs(call(precision=p, out_dtype=jnp.float32)(a, b, np.float32(1), np.float32(1)) - want).max()
+        for p in (None, jax.lax.Precision.HIGHEST)
+    ]
     assert off[1] < off[0] / 4 and off[1] < 2.0**-11 * want.max()
 
 
@@ -261,9 +294,16 @@ def test_float8_epilogues_on_exact_sums(oracle, m, out_dtype, precision, bias):
     rng = np.random.default_rng(0)
     # 0 and powers of two with sums below 2**10: exact even in 13 bits.
     a, b = (rng.choice([-1, 0, 0, 1, 2], s).astype(E4M3) for s in ((m, 200), (72, 200)))
-    args = a, b, rng.random(m, np.float32), rng.random(72, np.float32), *(
-        [rng.standard_normal(72, np.float32)] if bias else [])
-    assert_same(call(precision=precision, out_dtype=out_dtype)(*args), oracle.scaled_mm(*args, out_dtype=out_dtype))
+    args = (
+        a,
+        b,
+        rng.random(m, np.float32),
+        rng.random(72, np.float32),
+        *([rng.standard_normal(72, np.float32)] if bias else []),
+    )
+    assert_same(
+        call(precision=precision, out_dtype=out_dtype)(*args), oracle.scaled_mm(*args, out_dtype=out_dtype)
+    )
 
 
 def test_float8_nan_and_saturation():
@@ -287,15 +327,32 @@ def test_results_repeat(dtype, shape):
         assert_same(f(a, b, np.float32(0.1), np.float32(0.1)), first)
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(a=((1, 8, 33), np.int8)), "b"), (dict(b=((1, 8, 32), np.uint8)), "b"),
-    (dict(scale_a=((1, 5), np.float32)), "scale_a"),
-    (dict(scale_b=((2, 8), np.float32)), "scale_b"), (dict(bias=((1, 8), np.int32)), "bias"),
-    (dict(azp=((1, 7), np.int32)), "azp"), (dict(out=((1, 8, 8), np.int8)), "out")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(a=((1, 8, 33), np.int8)), "b"),
+        (dict(b=((1, 8, 32), np.uint8)), "b"),
+        (dict(scale_a=((1, 5), np.float32)), "scale_a"),
+        (dict(scale_b=((2, 8), np.float32)), "scale_b"),
+        (dict(bias=((1, 8), np.int32)), "bias"),
+        (dict(azp=((1, 7), np.int32)), "azp"),
+        (dict(out=((1, 8, 8), np.int8)), "out"),
+    ],
+)
 def test_the_handler_names_a_wrong_buffer(change, message):
-    buffers = dict(a=((1, 8, 32), np.int8), b=((1, 8, 32), np.int8), scale_a=((1, 8), np.float32),
-                   scale_b=((1, 8), np.float32), bias=((0, 0), np.float32), azp_adj=((0, 0), np.int32),
-                   azp=((0, 0), np.int32), out=((1, 8, 8), np.float32)) | change
+    buffers = (
+        dict(
+            a=((1, 8, 32), np.int8),
+            b=((1, 8, 32), np.int8),
+            scale_a=((1, 8), np.float32),
+            scale_b=((1, 8), np.float32),
+            bias=((0, 0), np.float32),
+            azp_adj=((0, 0), np.int32),
+            azp=((0, 0), np.int32),
+            out=((1, 8, 8), np.float32),
+        )
+        | change
+    )
     *inputs, (out_shape, out_dtype) = buffers.values()
     f = jax.ffi.ffi_call("jax_qmm_scaled_mm", jax.ShapeDtypeStruct(out_shape, out_dtype))
     with pytest.raises(Exception, match=rf"\b{message} has"):

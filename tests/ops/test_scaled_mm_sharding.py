@@ -14,7 +14,9 @@ M, N, K = 16, 24, 32
 
 
 def make_mesh(shape, names, kind):
-    return Mesh(np.array(jax.devices("cpu")[:np.prod(shape)]).reshape(shape), names, axis_types=(kind,) * len(names))
+    return Mesh(
+        np.array(jax.devices("cpu")[: np.prod(shape)]).reshape(shape), names, axis_types=(kind,) * len(names)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +24,15 @@ def operands():
     """a, b, scale_a, scale_b, azp_adj, azp, bias."""
     rng = np.random.default_rng(0)
     b = rng.integers(-128, 128, (N, K), dtype=np.int8)
-    return [rng.integers(-128, 128, (M, K), dtype=np.int8), b,
-            rng.random(M, np.float32), rng.random(N, np.float32), b.sum(1, dtype=np.int32),
-            rng.integers(-128, 128, M, dtype=np.int32), rng.normal(size=N).astype(np.float32)]
+    return [
+        rng.integers(-128, 128, (M, K), dtype=np.int8),
+        b,
+        rng.random(M, np.float32),
+        rng.random(N, np.float32),
+        b.sum(1, dtype=np.int32),
+        rng.integers(-128, 128, M, dtype=np.int32),
+        rng.normal(size=N).astype(np.float32),
+    ]
 
 
 def f32_azp(*args, **kwargs):
@@ -32,8 +40,11 @@ def f32_azp(*args, **kwargs):
 
 
 def collectives(compiled):
-    return sorted(re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(",
-                             compiled.as_text()))
+    return sorted(
+        re.findall(
+            r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", compiled.as_text()
+        )
+    )
 
 
 def put(mesh, arrays, specs):
@@ -46,19 +57,22 @@ def specs(m=None, n=None, k_a=None, k_b=None):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("sharding, want_spec, want", [
-    (specs(m="x"), P("x", None), []),
-    (specs(n="x"), P(None, "x"), []),
-    (specs(m="x", n="y"), P("x", "y"), []),
-    (specs(m=("x", "y")), P(("x", "y"), None), []),
-    (specs(k_a="y", k_b="y"), P(None, None), ["all-reduce"]),
-    (specs(m="x", k_a="y", k_b="y"), P("x", None), ["all-reduce"]),
-    (specs(n="x", k_a="y", k_b="y"), P(None, "x"), ["all-reduce"]),
-    (specs(k_a="y"), P(None, None), ["all-reduce"]),  # b is sliced
-    (specs(k_b="y"), P(None, None), ["all-reduce"]),  # a is sliced
-    (specs(m="x", k_b="x"), P("x", None), ["all-gather"]),  # of b: M keeps the axis
-    (specs(n="x", k_a="x"), P(None, "x"), ["all-gather"]),  # of a: N keeps the axis
-])
+@pytest.mark.parametrize(
+    "sharding, want_spec, want",
+    [
+        (specs(m="x"), P("x", None), []),
+        (specs(n="x"), P(None, "x"), []),
+        (specs(m="x", n="y"), P("x", "y"), []),
+        (specs(m=("x", "y")), P(("x", "y"), None), []),
+        (specs(k_a="y", k_b="y"), P(None, None), ["all-reduce"]),
+        (specs(m="x", k_a="y", k_b="y"), P("x", None), ["all-reduce"]),
+        (specs(n="x", k_a="y", k_b="y"), P(None, "x"), ["all-reduce"]),
+        (specs(k_a="y"), P(None, None), ["all-reduce"]),  # b is sliced
+        (specs(k_b="y"), P(None, None), ["all-reduce"]),  # a is sliced
+        (specs(m="x", k_b="x"), P("x", None), ["all-gather"]),  # of b: M keeps the axis
+        (specs(n="x", k_a="x"), P(None, "x"), ["all-gather"]),  # of a: N keeps the axis
+    ],
+)
 def test_partitions_without_needless_communication(operands, kind, sharding, want_spec, want):
     mesh = make_mesh((2, 4), ("x", "y"), kind)
     both_k = sharding[0][1] is not None and sharding[1][1] is not None
@@ -120,8 +134,7 @@ def test_vmap_over_a_sharded_batch(operands, kind, b_batched):
 
 def test_vmap_with_an_out_sharding(operands):
     a = np.stack([operands[0], operands[0][::-1]])
-    f = lambda spec: jax.vmap(
-        lambda a, b: jax_qmm.scaled_mm(a, b, 1.0, 0.5, out_sharding=spec), (0, None))
+    f = lambda spec: jax.vmap(lambda a, b: jax_qmm.scaled_mm(a, b, 1.0, 0.5, out_sharding=spec), (0, None))
     mesh = make_mesh((2, 4), ("x", "y"), AxisType.Explicit)
     with jax.set_mesh(mesh):
         args = put(mesh, (a, operands[1]), (P("x", None, "y"), P(None, "y")))
@@ -130,17 +143,22 @@ def test_vmap_with_an_out_sharding(operands):
     np.testing.assert_array_equal(got, f(None)(a, operands[1]))
 
 
-@pytest.mark.parametrize("sharding, message", [
-    (specs(k_a="x", k_b="x"), "K is sharded in a .* pass out_sharding"),
-    (specs(m="x", n="x"), "sharded twice over one mesh axis"),
-])
+@pytest.mark.parametrize(
+    "sharding, message",
+    [
+        (specs(k_a="x", k_b="x"), "K is sharded in a .* pass out_sharding"),
+        (specs(m="x", n="x"), "sharded twice over one mesh axis"),
+    ],
+)
 def test_ambiguous_explicit_shardings_are_refused(operands, sharding, message):
     mesh = make_mesh((8,), ("x",), AxisType.Explicit)
     with jax.set_mesh(mesh):
         args = put(mesh, operands, sharding)
         with pytest.raises(Exception, match=message) as caught:
             jax.jit(f32_azp)(*args)
-    assert type(caught.value).__name__ == "ShardingTypeError"  # jax's own dot raises it too; it has no public name
+    assert (
+        type(caught.value).__name__ == "ShardingTypeError"
+    )  # jax's own dot raises it too; it has no public name
 
 
 def loss(scale_a, scale_b, bias, a, b, adj, azp, mm=f32_azp):
@@ -152,21 +170,28 @@ def gradients(operands):
     return jax.jit(jax.grad(loss, (0, 1, 2)))(scale_a, scale_b, bias, a, b, adj, azp)
 
 
-@pytest.mark.parametrize("kind, sharding", [
-    (AxisType.Auto, specs(m="x", n="y")), (AxisType.Auto, specs(m="x", k_a="y", k_b="y")),
-    (AxisType.Explicit, specs(m="x", n="y"))])
+@pytest.mark.parametrize(
+    "kind, sharding",
+    [
+        (AxisType.Auto, specs(m="x", n="y")),
+        (AxisType.Auto, specs(m="x", k_a="y", k_b="y")),
+        (AxisType.Explicit, specs(m="x", n="y")),
+    ],
+)
 def test_gradients_of_sharded_operands(operands, kind, sharding):
     mesh = make_mesh((2, 4), ("x", "y"), kind)
     with jax.set_mesh(mesh):
         got = gradients(put(mesh, operands, sharding))
     for g, w in zip(got, gradients(operands)):
-        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5 * np.abs(w).max())  # float32 sums in another order
+        np.testing.assert_allclose(
+            g, w, rtol=1e-5, atol=1e-5 * np.abs(w).max()
+        )  # float32 sums in another order
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}])
 def test_shard_map_with_replicated_weights(operands, kind, manual):
-    """Rows over x; weights, their scales and bias are the same everywhere, so their gradients are sums over x."""
+    """Only rows are sharded; scales and bias are the same everywhere, so their gradients are sums over x."""
     mesh = make_mesh((4, 2), ("x", "y"), kind)
     a, b, scale_a, scale_b, adj, azp, bias = operands
     # scale_a and bias per tensor and replicated: the gradient needs the sum over x.
@@ -193,7 +218,9 @@ def test_shard_map_over_k_with_the_users_sum(operands, manual):
         return jax.lax.psum(jax_qmm.scaled_mm(a, b, 1.0, 1.0, out_dtype=jnp.int32), "x")
 
     with jax.set_mesh(mesh):
-        f = jax.jit(jax.shard_map(mapped, in_specs=(P(None, "x"), P(None, "x")), out_specs=P(), axis_names=manual))
+        f = jax.jit(
+            jax.shard_map(mapped, in_specs=(P(None, "x"), P(None, "x")), out_specs=P(), axis_names=manual)
+        )
         got = f(*operands[:2])
     np.testing.assert_array_equal(got, operands[0].astype(np.int32) @ operands[1].T.astype(np.int32))
 
