@@ -10,7 +10,9 @@ namespace jax_qmm::quantize {
 // The largest blocks: of those that share a row or tensor, and of those that hold a row.
 constexpr int kPieceThreads = 256;
 template <int V, int N>
-constexpr int kRowThreads = V > 1 && N < 8 ? 256 : 1024;
+constexpr bool kSmallRows = V > 1 && N < 8;
+template <int V, int N>
+constexpr int kRowThreads = kSmallRows<V, N> ? 256 : 1024;
 
 template <class In>
 using Pair = std::conditional_t<std::is_same_v<In, __half>, __half2, __nv_bfloat162>;
@@ -153,7 +155,8 @@ __device__ void quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t 
 }
 
 // Dynamic, one scale for each row. Each row of threads takes one row of x, a piece at a time; where that is one piece, x
-// is read once, otherwise a second time, from the L2 cache if it is not too long, starting with the piece at hand.
+// is read once, otherwise a second time, from the L2 cache if it is not too long, starting with the piece at hand. Small
+// rows always are one piece.
 template <class In, Kind kind, int V, int N>
 __global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
     quantize_rows(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points) {
@@ -169,7 +172,7 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
     piece.load(x, first, cols);
 #pragma unroll
     for (auto const& chunk : piece.chunks) bounds.include(chunk);
-    if (first + step >= cols) break;
+    if (kSmallRows<V, N> || first + step >= cols) break;
     first += step;
   }
 
@@ -185,7 +188,7 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
   if (!divisor.quick) return quantize_slowly<kind>(x, q, 0, cols, scale.scale, zero_point);
   while (true) {
     piece.template store<true>(q, first, cols, divisor, zero_point);
-    if (first == 0) break;
+    if (kSmallRows<V, N> || first == 0) break;
     first -= step;
     piece.load(x, first, cols);
   }
