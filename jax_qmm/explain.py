@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_qmm import _ffi, report
@@ -82,10 +83,13 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
     return Explanation(tuple(dataclasses.replace(row, count=count) for row, count in counts.items()))
 
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
 def trace(fn: Callable, *args, **kwargs) -> ClosedJaxpr:
     """The jaxpr of a call of `fn`, traced over the arrays (and ShapeDtypeStructs) in `fn` and the arguments only."""
     leaves, tree = jax.tree.flatten((fn, args, kwargs))
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)}
 
     def call(arrays):
         fn, args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])

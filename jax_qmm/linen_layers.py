@@ -67,7 +67,7 @@ def guess(path: tuple[str, ...], params: Mapping[str, Any], siblings: Collection
     if "kernel" not in params:
         if "embedding" in params:
             return Kernel("Embed", reason="a table that is looked up")
-        return Kernel("?", reason=f"no kernel: {', '.join(params)} must be quantized and used by hand (jax_qmm.einsum)")
+        return Kernel("?", reason=f"no kernel: quantize {', '.join(params)} by hand and use jax_qmm.einsum")
     kernel, bias = np.shape(params["kernel"]), params.get("bias")
     bias = None if bias is None else np.shape(bias)
     if name.startswith("Conv"):

@@ -12,7 +12,7 @@ from jax_qmm import _ffi
 def platform() -> str:
     """The platform that computations of this process run on by default, named as lowering names it ("cuda")."""
     with jax.ensure_compile_time_eval():
-        (device,) = jnp.zeros(()).devices()
+        device = next(iter(jnp.zeros(()).devices()))
     if device.platform != "gpu":
         return device.platform
     try:

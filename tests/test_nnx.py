@@ -1,0 +1,388 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_qmm import nnx as qnnx
+from jax_qmm.ops.dot_general import dot_general, einsum
+from jax_qmm.ops.quantize import quantize
+from jax_qmm.qarray import QArray
+from jax_qmm.schemes import W8A8, Rule
+
+SCHEMES = [W8A8(), W8A8(symmetric=False), W8A8(activation="per_tensor"), W8A8("float8_e4m3fn"),
+           W8A8(activation_scale=0.02), W8A8(symmetric=False, activation_scale=0.02, activation_zero_point=jnp.int32(5))]
+STATIC = W8A8(activation="per_tensor")
+LAST = (((1,), (0,)), ((), ()))
+
+
+def data(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def init(key, shape, dtype):
+    """An initializer that compiles nothing."""
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape) / np.sqrt(shape[0]), dtype)
+
+
+RANDOM = {"kernel_init": init, "bias_init": init}
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(10, 16, embedding_init=init, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, rngs=rngs, **RANDOM)
+        up = nnx.Linear(16, 32, rngs=rngs, **RANDOM)
+        self.mlp = nnx.List([up, nnx.Linear(32, 16, use_bias=False, kernel_init=init, rngs=rngs)])
+        self.conv = nnx.Conv(16, 16, (3,), rngs=rngs, **RANDOM)
+        self.heads = nnx.Einsum("...ta,hab->...thb", (2, 16, 8), (2, 8), rngs=rngs, **RANDOM)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.own = nnx.Param(data(16, 16) / 4)
+        self.unused = nnx.Linear(16, 4, rngs=rngs, **RANDOM)
+
+    def __call__(self, ids, scale=1.0):
+        x = self.embed(ids) * scale
+        x = self.norm(x + self.attn(x))
+        x = x + self.mlp[1](nnx.relu(self.mlp[0](x)))
+        return self.heads(self.conv(x) @ self.own[...])
+
+
+IDS = jnp.arange(10).reshape(2, 5)
+QUANTIZED = ["attn.key", "attn.out", "attn.query", "attn.value", "heads", "mlp.0", "mlp.1", "unused"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(nnx.Rngs(0))
+
+
+def kernel_error_bound(x, w, x_scale, w_scale):
+    """How far x @ w may move if each x moves by half an x_scale and each w by half a w_scale."""
+    x, w = np.abs(np.float64(x)), np.abs(np.float64(w))
+    dx, dw = np.broadcast_to(x_scale / 2, x.shape), np.broadcast_to(w_scale / 2, w.shape)
+    return dx @ w + x @ dw + dx @ dw
+
+
+def test_report_and_state(model):
+    quantized, report = qnnx.quantize_model(model, [Rule("mlp.[5-9]", W8A8()), Rule(".*", W8A8()), Rule("attn.*", STATIC)])
+    assert [row.path for row in report.quantized] == QUANTIZED
+    assert {row.path: (row.op, row.reason) for row in report.skipped} == {
+        "embed": ("Embed", "a table that is looked up"),
+        "conv": ("Conv", "a convolution"),
+        "": ("Model", "not a layer of Flax: quantize own by hand and use jax_qmm.einsum"),
+    }
+    assert [rule.path for rule in report.unused_rules] == ["mlp.[5-9]", "attn.*"]
+    row = next(row for row in report.rows if row.path == "mlp.0")
+    # 16 x 32 bytes, 32 float32 scales and 32 float32 biases
+    assert (row.op, row.scheme, row.bytes_before, row.bytes_after) == ("Linear", "int8, per_token", 2176, 768)
+    assert row.runs_on == "reference: platform cpu has no kernels"
+
+    floats = {str(path): leaf for path, leaf in jax.tree.leaves_with_path(nnx.state(quantized, nnx.Param))
+              if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim > 1 and 1 not in leaf.shape}
+    assert sum(leaf.nbytes for leaf in floats.values()) == sum(
+        x[...].nbytes for x in (model.embed.embedding, model.conv.kernel, model.own, model.attn.query.bias,
+                                model.attn.key.bias, model.attn.value.bias, model.heads.bias))
+    assert report.total_after == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(quantized, nnx.Param)))
+    for path, kernel in (("attn.query", quantized.attn.query.kernel), ("attn.out", quantized.attn.out.kernel)):
+        assert isinstance(kernel[...], QArray), path
+    assert quantized.attn.query.kernel[...].qvalue.shape == (2, 8, 16)  # the contracted axis last
+    assert quantized.attn.out.kernel[...].qvalue.shape == (16, 2, 8)
+
+
+def test_model_given_stays_as_it_is(model):
+    before = jax.tree.leaves_with_path(nnx.state(model))
+    graph = nnx.split(model)[0]
+    quantized, _ = qnnx.quantize_model(model, [Rule(".*", W8A8())])
+    after = jax.tree.leaves_with_path(nnx.state(model))
+    assert [path for path, _ in before] == [path for path, _ in after]
+    assert all(old is new for (_, old), (_, new) in zip(before, after))
+    assert nnx.split(model)[0] == graph
+    assert quantized.embed.embedding[...] is model.embed.embedding[...]  # not copied
+
+
+@pytest.mark.parametrize("scheme", [W8A8(symmetric=False), W8A8("float8_e4m3fn")], ids=str)
+def test_model_runs_under_jit(model, scheme):
+    quantized, _ = qnnx.quantize_model(model, [Rule(".*", scheme)])
+    want = model(IDS)
+    got = nnx.jit(lambda model, ids: model(ids))(quantized, IDS)
+    # Six layers in a row that each add an error of about 1/127 (int8) or 1/16 (fp8 has 4 bits) of their output, in quadrature.
+    step = 1 / 16 if scheme.dtype == jnp.float8_e4m3fn else 1 / 127
+    error = jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+    assert 0 < error < np.sqrt(6) * step
+    assert got.dtype == want.dtype
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_linear_is_the_fused_product(scheme):
+    linear = nnx.Linear(24, 10, rngs=nnx.Rngs(0), **RANDOM)
+    layer = qnnx.QuantLinear.from_linear(linear, scheme)
+    x = data(7, 24)
+    got = layer(x)
+    kernel = layer.kernel[...]
+    np.testing.assert_array_equal(got, dot_general(x, kernel, LAST, scheme=scheme, bias=linear.bias[...]))
+    axis = -1 if scheme.activation == "per_token" and scheme.activation_scale is None else None
+    q = quantize(x, scheme.dtype, axis=axis, symmetric=scheme.symmetric, scale=scheme.activation_scale,
+                 zero_point=scheme.activation_zero_point)
+    exact = np.float64(q.dequantize()) @ np.float64(kernel.dequantize()) + np.float64(linear.bias[...])
+    # float32: two dequantizations, K sums for fp8, two roundings of the epilogue
+    size = np.abs(np.float64(q.dequantize())) @ np.abs(np.float64(kernel.dequantize())) + np.abs(linear.bias[...])
+    assert (np.abs(got - exact) <= (4 + 24) * 2**-24 * size).all()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_linear_error_is_half_a_step(symmetric):
+    linear = nnx.Linear(64, 10, rngs=nnx.Rngs(0), **RANDOM)
+    layer = qnnx.QuantLinear.from_linear(linear, W8A8(symmetric=symmetric))
+    x, w = data(7, 64), linear.kernel[...]
+    x_scale = quantize(x, symmetric=symmetric).scale
+    # An asymmetric zero point is itself rounded, which can clip by another half step.
+    bound = kernel_error_bound(x, w, x_scale * (1 if symmetric else 2), layer.kernel[...].scale.T)
+    error = np.abs(layer(x) - np.float64(x) @ np.float64(w))
+    assert (error <= bound * (1 + 1e-5)).all()
+    assert error.max() > bound.max() / 100
+
+
+def test_from_linear_equals_quantize_model():
+    linear = nnx.Linear(8, 6, use_bias=False, rngs=nnx.Rngs(0), **RANDOM)
+    layer = qnnx.QuantLinear.from_linear(linear, W8A8(symmetric=False))
+    other, _ = qnnx.quantize_model(linear, [Rule("", W8A8(symmetric=False))])
+    assert type(other) is nnx.Linear and isinstance(layer, nnx.Linear) and layer.bias is None
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(layer)), nnx.to_pure_dict(nnx.state(other)))
+    x = data(3, 8)
+    np.testing.assert_array_equal(layer(x), other(x))
+    with pytest.raises(ValueError, match="quantized already"):
+        qnnx.QuantLinear.from_linear(layer)
+
+
+def test_quant_linear_from_the_start():
+    layer = qnnx.QuantLinear(8, 6, scheme=W8A8("float8_e4m3fn"), rngs=nnx.Rngs(0), **RANDOM)
+    linear = nnx.Linear(8, 6, rngs=nnx.Rngs(0), **RANDOM)
+    converted = qnnx.QuantLinear.from_linear(linear, W8A8("float8_e4m3fn"))
+    np.testing.assert_array_equal(layer.kernel[...].dequantize(), converted.kernel[...].dequantize())
+    assert layer.kernel.shape == (8, 6) and layer.kernel[...].qtype == jnp.float8_e4m3fn
+    with pytest.raises(TypeError, match="promote_dtype"):
+        qnnx.QuantLinear(8, 6, promote_dtype=None, rngs=nnx.Rngs(0), **RANDOM)
+    static = qnnx.QuantLinear(8, 6, scheme=W8A8(activation_scale=0.5), rngs=nnx.Rngs(0), **RANDOM)
+    assert [v[...].tolist() for v in jax.tree.leaves(
+        nnx.state(static, qnnx.ActivationScale), is_leaf=lambda v: isinstance(v, nnx.Variable))] == [0.5]
+
+
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"param_dtype": jnp.bfloat16}, {"dtype": jnp.float16},
+                                     {"param_dtype": jnp.bfloat16, "preferred_element_type": jnp.float32},
+                                     {"preferred_element_type": jnp.bfloat16}], ids=str)
+def test_output_dtype_is_that_of_the_float_layer(x_dtype, options):
+    for use_bias in (True, False):
+        linear = nnx.Linear(8, 6, rngs=nnx.Rngs(0), use_bias=use_bias, **options)
+        layer = qnnx.QuantLinear.from_linear(linear)
+        x = data(3, 8).astype(x_dtype)
+        want, got = (jax.eval_shape(lambda x, f=f: f(x), x) for f in (linear, layer))
+        assert (want.shape, want.dtype) == (got.shape, got.dtype)
+
+
+LAYERS = {
+    "Linear without bias": (functools.partial(nnx.Linear, 8, 6, use_bias=False), (3, 2, 8)),
+    "LinearGeneral": (functools.partial(nnx.LinearGeneral, (2, 8), (5, 3), axis=(1, -1)), (4, 2, 8)),
+    "LinearGeneral batched": (functools.partial(nnx.LinearGeneral, 8, (5, 3), batch_axis={0: 4}), (4, 2, 8)),
+    "Einsum": (functools.partial(nnx.Einsum, "nta,hab->nthb", (4, 8, 3), (4, 3)), (2, 5, 8)),
+    "Einsum out of order": (functools.partial(nnx.Einsum, "n...a,hba->bn...h", (4, 3, 8), (3, 4)), (2, 5, 8)),
+    "Einsum of experts": (functools.partial(nnx.Einsum, "eta,eab->etb", (4, 8, 3)), (4, 5, 8)),
+    "LoRALinear": (functools.partial(nnx.LoRALinear, 8, 6, lora_rank=2, b_initializer=init), (3, 8)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_equal_their_dequantized_selves(name):
+    make, shape = LAYERS[name]
+    layer = make(rngs=nnx.Rngs(0), **RANDOM)
+    quantized, report = qnnx.quantize_model(layer, [Rule("", W8A8())])
+    assert [row.path for row in report.quantized] == [""]
+    # Integers below 128 with a 127 in each row: quantized exactly, with a scale of 1.
+    x = jnp.round(data(*shape) * 30).at[..., 0].set(127)
+    dequantized = nnx.clone(layer)
+    dequantized.kernel = nnx.Param(quantized.kernel[...].dequantize())
+    # Sums of 16 products of float32, each with a few roundings.
+    np.testing.assert_allclose(quantized(x), dequantized(x), rtol=32 * 2**-24, atol=32 * 2**-24 * 127 * 16)
+
+
+def test_gradients_pass_straight_through():
+    layer = qnnx.QuantLinear(8, 6, rngs=nnx.Rngs(0), **RANDOM)
+    x, weight = data(3, 8), data(3, 6, seed=1)
+    by_x = jax.grad(lambda x: (layer(x) * weight).sum())(x)
+    # 6 float32 products of numbers below 4
+    np.testing.assert_allclose(by_x, weight @ layer.kernel[...].dequantize().T, rtol=0, atol=6 * 16 * 2**-24)
+    is_bias = nnx.PathContains("bias")
+    grads = nnx.grad(lambda layer: (layer(x) * weight).sum(), argnums=nnx.DiffState(0, is_bias))(layer)
+    np.testing.assert_allclose(jax.tree.leaves(grads)[0], weight.sum(0), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_calibration(model, symmetric):
+    scheme = W8A8(activation="per_tensor", symmetric=symmetric)
+    batches = [(IDS, 1.0), {"ids": IDS, "scale": 3.0}]
+    rules = [Rule("heads", W8A8()), Rule("mlp.0|unused", scheme)]
+    quantized, report = qnnx.quantize_model(model, rules, calibration=batches)
+    seen = []
+    probe = nnx.clone(model)
+    probe.mlp[0].promote_dtype = lambda args, dtype: seen.append(args[0]) or args
+    probe(IDS), probe(IDS, scale=3.0)
+    want = quantize(jnp.stack(seen), axis=None, symmetric=symmetric)
+    product = quantized.mlp[0].dot_general
+    np.testing.assert_array_equal(product.scale[...], want.scale.reshape(()))
+    assert (product.zero_point is None) == symmetric
+    if not symmetric:
+        np.testing.assert_array_equal(product.zero_point[...], want.zero_point.reshape(()))
+    static = dataclasses.replace(scheme, activation_scale=product.scale[...],
+                                 activation_zero_point=None if symmetric else product.zero_point[...])
+    x = data(3, 16)
+    kernel, bias = quantized.mlp[0].kernel[...], quantized.mlp[0].bias[...]
+    np.testing.assert_array_equal(quantized.mlp[0](x), dot_general(x, kernel, LAST, scheme=static, bias=bias))
+    # Arguments of a jitted function, not constants in it.
+    state = nnx.state(quantized, qnnx.ActivationScale)
+    assert len(jax.tree.leaves(state)) == (1 if symmetric else 2)
+    rows = {row.path: row for row in report.rows}
+    assert rows["mlp.0"].scheme == "int8, per_tensor static" + ("" if symmetric else ", asymmetric")
+    assert "no calibration batch reached it" in rows["unused"].reason
+    assert rows["heads"].scheme == "int8, per_token"
+
+
+def test_calibration_shows_progress_and_takes_a_forward(model, capsys):
+    calls = []
+    rules = [Rule("attn.*", STATIC)]
+
+    def forward(model, batch):
+        calls.append(batch)
+        return model(batch["tokens"])
+
+    qnnx.quantize_model(model, rules, calibration=({"tokens": IDS} for _ in range(2)), forward=forward)
+    assert len(calls) == 2
+    assert "calibrating: 2batch" in capsys.readouterr().err
+
+
+def test_calibration_errors(model):
+    with pytest.raises(ValueError, match="none of the layers"):
+        qnnx.quantize_model(model, [Rule(".*", W8A8())], calibration=[IDS])
+    with pytest.raises(ValueError, match="no batch"):
+        qnnx.quantize_model(model, [Rule(".*", STATIC)], calibration=[])
+    with pytest.raises(ValueError, match="inputs of attn.key that are not finite"):
+        qnnx.quantize_model(model, [Rule("attn.key", STATIC)], calibration=[(IDS, jnp.nan)])
+
+
+class Stack(nnx.Module):
+    def __init__(self, rngs):
+        @nnx.vmap
+        def make(key):
+            return nnx.Linear(8, 8, rngs=nnx.Rngs(key), **RANDOM)
+
+        self.layers = make(jax.random.split(rngs(), 3))
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: nnx.relu(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_stacked_layers(calibrated):
+    stack = Stack(nnx.Rngs(0))
+    x = data(4, 8)
+    quantized, report = qnnx.quantize_model(
+        stack, [Rule("layers", STATIC if calibrated else W8A8())], calibration=[x] if calibrated else None)
+    assert [row.path for row in report.quantized] == ["layers"]
+    assert quantized.layers.kernel[...].scale.shape == (3, 8, 1)  # as stored
+    if calibrated:
+        scales = quantized.layers.dot_general.scale[...]
+        assert scales.shape == (3,) and len(set(scales.tolist())) == 3
+    want, scale = x, None
+    for i in range(3):
+        linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0), **RANDOM)
+        linear.kernel, linear.bias = (nnx.Param(v[...][i]) for v in (stack.layers.kernel, stack.layers.bias))
+        scheme = W8A8(activation_scale=scales[i]) if calibrated else W8A8()
+        want = nnx.relu(qnnx.QuantLinear.from_linear(linear, scheme)(want))
+    np.testing.assert_array_equal(nnx.jit(lambda model, x: model(x))(quantized, x), want)
+
+
+def test_stacked_along_another_axis_is_skipped():
+    layer = nnx.Linear(8, 6, rngs=nnx.Rngs(0), **RANDOM)
+    layer.kernel = nnx.Param(jnp.ones((8, 3, 6)))
+    _, report = qnnx.quantize_model(layer, [Rule("", W8A8())])
+    assert report.skipped[0].reason == "its kernel has shape (8, 3, 6), which does not end in (8, 6)"
+
+
+def test_layers_that_bring_their_own_arithmetic_are_skipped():
+    model = nnx.List([
+        nnx.Linear(8, 8, dot_general=functools.partial(jax.lax.dot_general), rngs=nnx.Rngs(0)),
+        nnx.LinearGeneral(8, 8, dot_general_cls=lambda: jax.lax.dot_general, rngs=nnx.Rngs(0)),
+        nnx.Einsum("ab,cd->abcd", (8, 8), rngs=nnx.Rngs(0)),
+        nnx.Einsum("ab,bc->a", (8, 8), rngs=nnx.Rngs(0)),
+        nnx.Linear(8, 8, promote_dtype=lambda args, dtype: args, rngs=nnx.Rngs(0), **RANDOM),
+        qnnx.QuantLinear(8, 8, rngs=nnx.Rngs(0), **RANDOM),
+        nnx.Linear(8, 8, rngs=nnx.Rngs(0), **RANDOM),
+    ])
+    _, report = qnnx.quantize_model(model, [Rule("[0-5]", W8A8())])
+    assert [row.reason for row in report.rows] == [
+        "it brings its own dot_general", "it brings its own dot_general", "'ab,cd->abcd' contracts nothing",
+        "'c' is summed over one operand alone in 'ab,bc->a'", "it brings its own promote_dtype", "quantized already",
+        "no rule matches"]
+    assert report.unused_rules == ()
+
+
+@pytest.mark.parametrize("rules", [[".*"], Rule(".*", W8A8()), [(".*", W8A8())]])
+def test_rules_of_a_wrong_type(model, rules):
+    with pytest.raises(TypeError, match="sequence of jax_qmm.Rule"):
+        qnnx.quantize_model(model, rules)
+
+
+def test_orbax_round_trip(model, tmp_path):
+    scheme = dataclasses.replace(STATIC, symmetric=False)
+    quantized, _ = qnnx.quantize_model(model, [Rule("heads", W8A8()), Rule(".*", scheme)], calibration=[IDS])
+    graph, state = nnx.split(quantized)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", state)
+    static = dataclasses.replace(scheme, activation_scale=1.0, activation_zero_point=0)
+    rules = [Rule("heads", W8A8()), Rule("unused", scheme), Rule(".*", static)]
+    abstract = nnx.eval_shape(lambda: qnnx.quantize_model(Model(nnx.Rngs(0)), rules)[0])
+    graph, target = nnx.split(abstract)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = nnx.merge(graph, checkpointer.restore(tmp_path / "model", target))
+    np.testing.assert_array_equal(restored(IDS), quantized(IDS))
+
+
+def test_export_with_quantized_arguments(model):
+    quantized, _ = qnnx.quantize_model(model, [Rule(".*", W8A8(symmetric=False))])
+    graph, state = nnx.split(quantized)
+    params, tree = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, QArray))
+    run = lambda params, ids: nnx.merge(graph, jax.tree.unflatten(tree, params))(ids)
+    exported = jax.export.export(jax.jit(run))(params, IDS)
+    loaded = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(loaded.call(params, IDS), jax.jit(run)(params, IDS))
+    halved = jax.tree.map(lambda x: x / 2 if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+    assert not np.array_equal(loaded.call(halved, IDS), loaded.call(params, IDS))  # the weights are arguments
+
+
+def test_strict_makes_a_fallback_an_error(monkeypatch):
+    layer = qnnx.QuantLinear(12, 6, rngs=nnx.Rngs(0), **RANDOM)
+    monkeypatch.setenv("JAX_QMM_STRICT", "1")
+    with pytest.raises(RuntimeError, match="platform cpu has no kernels"):
+        layer(data(11, 12))
+
+
+def test_arrays_stay_where_they_are():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    linear = nnx.Linear(8, 16, rngs=nnx.Rngs(0), **RANDOM)
+    linear.kernel.set_value(jax.device_put(linear.kernel[...], sharding))
+    layer = qnnx.QuantLinear.from_linear(linear)
+    qvalue = layer.kernel[...].qvalue
+    assert qvalue.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("x", None)), 2)
+
+
+def test_einsum_product_is_fused():
+    layer = nnx.Einsum("nta,hab->nthb", (4, 8, 3), (4, 3), rngs=nnx.Rngs(0))
+    quantized, _ = qnnx.quantize_model(layer, [Rule("", W8A8())])
+    x = data(2, 5, 8)
+    want = einsum("nta,hab->nthb", x, quantized.kernel[...], bias=layer.bias[...])
+    np.testing.assert_array_equal(quantized(x), want)
