@@ -36,7 +36,7 @@ def both(f, *args):
 def assert_same(got, want, scheme, bound):
     if scheme.dtype == jnp.int8:
         np.testing.assert_array_equal(got, want)
-    else:  # 14 bits of partial sums on the tensor cores, then one rounding of bfloat16
+    else:  # tensor cores cut each of the 33 terms of a step at 2**-13 of the largest; then one rounding of bfloat16
         assert (np.abs(got - want) <= bound).all()
 
 
@@ -65,7 +65,7 @@ def test_is_the_reference(scheme, equation, x_shape, w_shape, contracted):
     got, want = both(f, x, w)
     size = np.abs(np.asarray(w.dequantize(), np.float64))
     operands = (size, np.abs(np.float64(x))) if flip else (np.abs(np.float64(x)), size)
-    assert_same(got, want, scheme, 2.0**-8 * np.abs(want) + 2.0**-12 * np.einsum(equation, *operands))
+    assert_same(got, want, scheme, 2.0**-8 * np.abs(want) + 2.0**-9 * np.einsum(equation, *operands))
 
 
 @schemes
