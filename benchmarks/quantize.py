@@ -1,7 +1,10 @@
-"""Times the quantizers beside a device-to-device copy of as many bytes: `python benchmarks/quantize.py --out figures.csv`.
+"""Times the quantizers beside a device-to-device copy of as many bytes.
 
-One program quantizes (or copies) enough different inputs to overflow the L2 cache several times, and is called many times
-over, so that neither launches nor the cache flatter or hide anything. Bytes count what is read once and what is written.
+    python benchmarks/quantize.py --out figures.csv
+
+One program quantizes (or copies) enough different inputs to overflow the L2 cache several times, and is called many
+times over, so that neither launches nor the cache flatter or hide anything. Bytes count what is read once and what is
+written.
 """
 
 import argparse
@@ -60,10 +63,12 @@ def main():
             for name, qtype, symmetric in KINDS:
                 for granularity, axis in (("per token", -1), ("per tensor", None)):
                     for mode in ("dynamic", "static"):
-                        given = {} if mode == "dynamic" else {"scale": jnp.full((shape[0], 1) if axis else (), 0.03)}
-                        if given and not symmetric:
-                            given["zero_point"] = jnp.full_like(given["scale"], -3, jnp.int32)
-                        quantize = lambda x: jax_qmm.quantize(x, qtype, axis=axis, symmetric=symmetric, **given)
+                        given = {"symmetric": symmetric}
+                        if mode == "static":
+                            given["scale"] = jnp.full((shape[0], 1) if axis else (), 0.03)
+                            if not symmetric:
+                                given["zero_point"] = jnp.full_like(given["scale"], -3, jnp.int32)
+                        quantize = lambda x: jax_qmm.quantize(x, qtype, axis=axis, **given)
                         took = seconds(jax.jit(lambda xs: [quantize(x) for x in xs]).lower(xs).compile(), xs)
                         row = {"shape": "x".join(map(str, shape)), "dtype": jnp.dtype(dtype).name, "kind": name,
                                "granularity": granularity, "mode": mode, "us": round(took * 1e6, 2),

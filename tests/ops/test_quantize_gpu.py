@@ -15,11 +15,12 @@ pytestmark = pytest.mark.gpu
 KINDS = ((jnp.int8, True), (jnp.int8, False), (jnp.float8_e4m3fn, True))  # qtype, symmetric
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 TINY = np.finfo(np.float32).tiny
-# Around the lengths at which the kernels change: vectors and single elements, threads per row, elements per thread,
-# rows in pieces, tensors over many blocks.
-LENGTHS = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 100, 127, 248, 255, 256, 264, 512, 1000, 1024, 1032, 4095, 4096, 4097, 8191,
-           8192, 8200, 16384, 16392, 28672, 65536, 65537, 65544, 131072 + 3)
-SCALES = (0.0078125, 0.013, -0.5, 0.0, -0.0, 1e-42, TINY, 2.0**-80, 2.0**-81, 2.0**80, 3e38, np.inf, -np.inf, np.nan)
+# Around the lengths at which the kernels change: vectors and single elements, threads per row, elements per
+# thread, rows in pieces, tensors over many blocks.
+LENGTHS = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 100, 127, 248, 255, 256, 264, 512, 1000, 1024, 1032, 4095, 4096,
+           4097, 8191, 8192, 8200, 16384, 16392, 28672, 65536, 65537, 65544, 131072 + 3)
+SCALES = (0.0078125, 0.013, -0.5, 0.0, -0.0, 1e-42, TINY, 2.0**-80, 2.0**-81, 2.0**80, 3e38, np.inf, -np.inf,
+          np.nan)
 ZERO_POINTS = (-128, 127, 0, 1, -1, 1000, 2**24 + 1, 2**31 - 1, -2**31, 5, -5, 3, 2, 9)
 
 
@@ -67,7 +68,7 @@ def check(xs, scales=(), prepare=lambda xs: xs):
 
     Args:
       xs: arrays (R, C).
-      scales: pairs (scale, zero_point) of shapes () or (R, 1) for the static quantizers, in a list for each x.
+      scales: for each x a list of pairs (scale, zero_point), of shapes () or (R, 1), for the static quantizers.
       prepare: makes what is quantized out of xs, inside the program.
     """
     def quantized(xs):
@@ -108,7 +109,8 @@ def test_every_row_length(dtype, cols):
     rng = np.random.default_rng(cols)
     xs = [random(rng, dtype, rows, cols) for rows in ((0, 1, 2, 3, 129) if cols < 5000 else (1, 2, 5))]
     scales = [[(np.float32(0.031), np.int32(-7)),
-               (np.float32(rng.random((len(x), 1)) + 0.01), rng.integers(-128, 128, (len(x), 1), np.int32))] for x in xs]
+               (np.float32(rng.random((len(x), 1)) + 0.01), rng.integers(-128, 128, (len(x), 1), np.int32))]
+              for x in xs]
     check(xs, scales)
 
 
@@ -116,7 +118,8 @@ def test_every_row_length(dtype, cols):
 def test_every_16_bit_value(dtype):
     values = np.arange(65536, dtype=np.uint16).view(dtype)
     finite = values[np.isfinite(values.astype(np.float32))]
-    columns = np.sort(finite).reshape(-1, 128 if dtype == np.float16 else 255)  # rows of like size, normal or subnormal
+    # Rows of like size, normal or subnormal.
+    columns = np.sort(finite).reshape(-1, 128 if dtype == np.float16 else 255)
     pairs = [(np.float32(scale), np.int32(zero_point)) for scale, zero_point in zip(SCALES, ZERO_POINTS)]
     check([columns, values.reshape(256, 256)], [pairs, pairs])
 
