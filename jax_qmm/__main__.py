@@ -29,8 +29,8 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="train a small transformer on handwritten digits and quantize it three ways")
     demo.add_argument("--png", type=png_file, metavar="FILE", help="also draw the comparison as a PNG")
-    demo.add_argument("--seed", type=int, default=0, help="of the split, the initial parameters and the order (%(default)s)")
-    demo.add_argument("--epochs", type=positive, default=20, help="passes over the 1297 images to train on (%(default)s)")
+    demo.add_argument("--seed", type=int, default=0, help="of split, parameters and order (%(default)s)")
+    demo.add_argument("--epochs", type=positive, default=20, help="passes over the images (%(default)s)")
     demo.set_defaults(run=run_demo)
     return top
 
@@ -41,7 +41,7 @@ def run_demo(*, seed: int, epochs: int, png: Path | None) -> None:
     except ModuleNotFoundError as error:
         if error.name not in DEMO_PACKAGES:
             raise
-        sys.exit(f'the demo needs the package {error.name!r}, which is not installed: pip install "jax_qmm[demo]"')
+        sys.exit(f'the demo needs the package {error.name!r}, which is absent: pip install "jax_qmm[demo]"')
     demo.main(seed=seed, epochs=epochs, png=png)
 
 

@@ -1,4 +1,4 @@
-"""`python -m jax_qmm demo`: a small transformer on handwritten digits, in float32 and quantized three ways."""
+"""`python -m jax_qmm demo`: a small transformer on handwritten digits, float32 and quantized three ways."""
 
 import dataclasses
 import time
@@ -60,14 +60,14 @@ class DigitTransformer(nnx.Module):
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.embed = nnx.Linear(8, WIDTH, rngs=rngs)
-        self.position = nnx.Param(0.1 * jax.random.normal(rngs.params(), (8, WIDTH)))
+        self.position = nnx.Embed(8, WIDTH, rngs=rngs)
         self.blocks = nnx.List([Block(rngs=rngs) for _ in range(BLOCKS)])
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
 
     def __call__(self, images):
         """images are float32 `(batch, 8, 8)` in [0, 1]; returns logits `(batch, 10)`."""
-        x = self.embed(images) + self.position
+        x = self.embed(images) + self.position(jnp.arange(8))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(axis=-2))
@@ -87,7 +87,8 @@ def digits(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 @nnx.jit
 def train_step(model, optimizer, images, labels):
     def loss(model):
-        targets = optax.smooth_labels(jax.nn.one_hot(labels, CLASSES), 0.1)  # gains a point on the held-out images
+        # Smooth labels gain a point of accuracy on the held-out images.
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, CLASSES), 0.1)
         return optax.softmax_cross_entropy(model(images), targets).mean()
 
     value, gradients = nnx.value_and_grad(loss)(model)
@@ -132,7 +133,7 @@ class Result:
         logit_difference: largest absolute difference between its logits and those of float32.
         seconds: median time of one batch of all held-out images, after compilation.
         runs_on: "XLA", "kernel", or "reference: why".
-        operations: the layers that were quantized and, as a table, what each operation ran on; "" for float32.
+        operations: the layers quantized and, as a table, what each operation ran on; "" for float32.
     """
 
     name: str
@@ -172,7 +173,7 @@ def compare(model, images, labels) -> list[Result]:
     variants = {"float32": (model, "XLA", "")}
     for name, scheme in SCHEMES.items():
         quantized, report = jax_qmm.nnx.quantize_model(model, [jax_qmm.Rule(".*", scheme)])
-        left = "".join(f", not {row.path or 'the model itself'} ({row.reason})" for row in report.skipped)
+        left = "".join(f", not {row.path} ({row.reason})" for row in report.skipped)
         layers = f"{len(report.quantized)} of {len(report.rows)} layers quantized{left}"
         operations = f"{layers}\n{explain(quantized, images)}"
         variants[name] = quantized, report.quantized[0].runs_on, operations
@@ -194,7 +195,7 @@ def compare(model, images, labels) -> list[Result]:
 
 
 def table(results: list[Result]) -> str:
-    """The results as text: the operations of each quantized model and where they ran, then a line for each model."""
+    """The results as text: what ran where in each quantized model, then a line for each model."""
     header = ("model", "accuracy", "parameters", "largest logit difference", "time per batch", "runs on")
     rows = [(r.name, f"{r.accuracy:.1%}", reports.format_bytes(r.nbytes), f"{r.logit_difference:.4f}",
              f"{r.seconds * 1e3:.2f} ms", r.runs_on) for r in results]
@@ -210,7 +211,7 @@ def figure(results: list[Result], title: str) -> Figure:
         ("largest logit difference", [r.logit_difference for r in results], "{:.3f}"),
         (f"time per batch of {HELD_OUT}", [r.seconds * 1e3 for r in results], "{:.2f} ms"),
     ]
-    drawing = Figure(figsize=(12, 3.2), layout="constrained")
+    drawing = Figure(figsize=(12, 3.4), layout="constrained")
     drawing.suptitle(title, fontsize="medium", x=0.01, ha="left")
     names = [r.name for r in results]
     colors = ["0.6", "C0", "C0", "C1"]
@@ -223,14 +224,14 @@ def figure(results: list[Result], title: str) -> Figure:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
     axes.invert_yaxis()  # shared: float32 on top
-    drawing.supxlabel("\n".join(f"{r.name}: {r.runs_on}" for r in results), fontsize="small", x=0.01, ha="left")
+    ran = "\n".join(["what ran where", *(f"{r.name}: {r.runs_on}" for r in results)])
+    drawing.supxlabel(ran, fontsize="small", x=0.01, ha="left")
     return drawing
 
 
 def main(*, seed: int, epochs: int, png: Path | None) -> None:
     """Trains, quantizes, and prints the comparison; see `python -m jax_qmm demo --help`."""
-    device = jax.devices()[0]
-    where = f"jax {jax.__version__} on {device.platform} ({device.device_kind})"
+    where = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"
     print(where)
     train_images, test_images, train_labels, test_labels = digits(seed)
     model = train(train_images, train_labels, epochs=epochs, seed=seed)
@@ -239,9 +240,9 @@ def main(*, seed: int, epochs: int, png: Path | None) -> None:
         warnings.filterwarnings("ignore", message="jax_qmm.* runs on the pure-JAX reference")
         results = compare(model, test_images, test_labels)
     print(f"\n{table(results)}\n")
-    print(f"Accuracy, logits and time are those of one batch of {len(test_images)} images that were not trained on.")
+    print(f"Accuracy, logits and time are those of one batch of {len(test_images)} images not trained on.")
     if any(r.runs_on.startswith("reference") for r in results):
-        print("Times of the reference show that it works without a GPU; they say nothing about the kernels.")
+        print("Times of the reference show that it works without a GPU, not how fast the kernels are.")
     if png:
         title = f"A transformer of {BLOCKS} blocks on {len(test_images)} handwritten digits, {where}"
         figure(results, title).savefig(png, format="png", dpi=150)
