@@ -20,7 +20,8 @@ class OpRow:
 
     Attributes:
       op: "scaled_mm", "quantize" or "dequantized dot", with what belongs to it in parentheses.
-      inputs: dtypes and shapes of the matrices, or of what is quantized; inside a shard_map those of one device.
+      inputs: dtypes and shapes of the matrices, or of what is quantized; inside a shard_map those of one
+        device.
       out: dtype and shape of the result.
       count: how often it runs in one call of the function; a while loop counts as one turn.
       runs_on: the kernel that is chosen, or "reference: why".
@@ -60,7 +61,8 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
 
     Args:
       fn: any function that JAX can trace, or a model that is a pytree, such as an nnx.Module.
-      *args: positional arguments as in a call of `fn`; arrays can be ShapeDtypeStructs. What is no array is not traced.
+      *args: positional arguments as in a call of `fn`; arrays can be ShapeDtypeStructs. What is no array is
+        not traced.
       **kwargs: likewise.
 
     Returns:
@@ -70,7 +72,8 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
     >>> def f(x, w):
     ...     q = jax_qmm.quantize(x)
     ...     return jax_qmm.scaled_mm(q.qvalue, w, q.scale, 0.5)
-    >>> table = explain(f, jax.ShapeDtypeStruct((8, 32), jnp.bfloat16), jax.ShapeDtypeStruct((16, 32), jnp.int8))
+    >>> w = jax.ShapeDtypeStruct((16, 32), jnp.int8)
+    >>> table = explain(f, jax.ShapeDtypeStruct((8, 32), jnp.bfloat16), w)
     >>> [(row.op, row.inputs, row.out, row.count) for row in table.rows]  # doctest: +NORMALIZE_WHITESPACE
     [('quantize (dynamic, per row)', 'bfloat16[8,32]', 'int8[8,32]', 1),
      ('scaled_mm (scale_a, scale_b)', 'int8[8,32] x int8[16,32]', 'bfloat16[8,16]', 1)]
@@ -87,7 +90,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def trace(fn: Callable, *args, **kwargs) -> ClosedJaxpr:
-    """The jaxpr of a call of `fn`, traced over the arrays (and ShapeDtypeStructs) in `fn` and the arguments only."""
+    """The jaxpr of a call of `fn`, traced over only the arrays in `fn` and its arguments."""
     leaves, tree = jax.tree.flatten((fn, args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)}
 
@@ -136,7 +139,8 @@ def _describe(eqn, reason):
         granularity = "per tensor" if math.prod(scale) == 1 else "per row" if scale[-1] == 1 else "per column"
         if 0 not in x.aval.shape and rows_and_columns(x.aval.shape, scale, dynamic) is None:
             reason = "its scales are not one per row"
-        return f"quantize ({'dynamic' if dynamic else 'static'}, {granularity})", [x], _reference(reason) or "kernel"
+        op = f"quantize ({'dynamic' if dynamic else 'static'}, {granularity})"
+        return op, [x], _reference(reason) or "kernel"
     if dequantized := dequantized_reason(str(eqn.params.get("name", ""))):
         return "dequantized dot", eqn.invars, _reference(dequantized)
     return None
@@ -147,6 +151,8 @@ def _reference(reason):
 
 
 def _kernel_of_scaled_mm(eqn):
-    (a, b), out, num_batch = (var.aval for var in eqn.invars[:2]), eqn.outvars[0].aval, eqn.params["num_batch"]
-    return _ffi.describe_scaled_mm(math.prod(a.shape[num_batch:-1]), *b.shape[-2:], math.prod(out.shape[:num_batch]),
-                                   a.dtype, out.dtype, eqn.params["fast_accum"])
+    (a, b), out = (var.aval for var in eqn.invars[:2]), eqn.outvars[0].aval
+    num_batch = eqn.params["num_batch"]
+    rows, batch = math.prod(a.shape[num_batch:-1]), math.prod(out.shape[:num_batch])
+    return _ffi.describe_scaled_mm(
+        rows, *b.shape[-2:], batch, a.dtype, out.dtype, eqn.params["fast_accum"])

@@ -1,8 +1,8 @@
-"""What quantized nnx and linen layers share: rules, contracted axes, quantized kernels, static activation ranges."""
+"""What quantized nnx and linen layers share: rules, contracted axes, kernels, static scales, products."""
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from jax_qmm.schemes import W8A8, Rule
 class RuleBook:
     """Rules in order, which remember whether they were used.
 
-    >>> book = RuleBook([Rule(r".*\\.query", W8A8()), Rule(".*", W8A8(symmetric=False)), Rule("head", W8A8())])
+    >>> rules = [Rule(r".*\\.query", W8A8()), Rule(".*", W8A8(symmetric=False)), Rule("head", W8A8())]
+    >>> book = RuleBook(rules)
     >>> book.scheme("head").symmetric
     False
     >>> [rule.path for rule in book.unused()]
@@ -42,6 +43,11 @@ class RuleBook:
         return tuple(rule for i, rule in enumerate(self._rules) if i not in self._used)
 
 
+def by_hand(why: str, names: Iterable[str]) -> str:
+    """The reason to skip weights that no known layer multiplies."""
+    return f"{why}: quantize {', '.join(names)} by hand and use jax_qmm.einsum"
+
+
 def einsum_contracted(equation: str) -> tuple[int, ...]:
     """The axes of an einsum's second operand that are contracted with the first, counted from the end.
 
@@ -62,7 +68,7 @@ def einsum_contracted(equation: str) -> tuple[int, ...]:
         letters = term.replace(".", "")
         if len(set(letters)) != len(letters):
             raise ValueError(f"{term!r} repeats an index in {equation!r}")
-    alone = [c for c in rhs if c not in lhs and c not in out] + [c for c in lhs if c not in rhs and c not in out]
+    alone = [c for c in lhs + rhs if (c in lhs) != (c in rhs) and c not in out]
     if alone:
         raise ValueError(f"{alone[0]!r} is summed over one operand alone in {equation!r}")
     axes = tuple(i - len(rhs) for i, c in enumerate(rhs) if c in lhs and c not in out)
@@ -119,8 +125,8 @@ def takes_calibration(scheme: W8A8) -> bool:
 def check_calibration(paths: Collection[str]) -> None:
     """Raises ValueError if there is no layer to calibrate."""
     if not paths:
-        raise ValueError("calibration was given, but none of the layers to quantize takes it: that needs a scheme with "
-                         "activation='per_tensor' and no activation_scale")
+        raise ValueError("calibration was given, but none of the layers to quantize takes it: that needs a "
+                         "scheme with activation='per_tensor' and no activation_scale")
 
 
 def check_ranges(ranges: Mapping[str, tuple[jax.Array, jax.Array]]) -> None:
@@ -139,8 +145,15 @@ def describe(scheme: W8A8, static=None) -> str:
     'int8, per_tensor static'
     """
     if static is not None:
-        scheme = dataclasses.replace(scheme, activation_scale=1.0, activation_zero_point=None if scheme.symmetric else 0)
+        scheme = with_static(scheme, 1.0, None if scheme.symmetric else 0)
     return str(scheme).removeprefix("W8A8(").removesuffix(")")
+
+
+def static_leaves(scale, zero_point, stack=()):
+    """A static scale and zero point (either may be None) as arrays, repeated for a stack of layers."""
+    given = (scale, jnp.float32), (zero_point, jnp.int32)
+    return tuple(value if value is None else jnp.broadcast_to(jnp.asarray(value, dtype), stack)
+                 for value, dtype in given)
 
 
 def without_static(scheme: W8A8) -> W8A8:
@@ -156,17 +169,17 @@ def with_static(scheme: W8A8, scale, zero_point) -> W8A8:
 
 
 def promoted_dtype(dtype, inputs, kernel_dtype, bias):
-    """The dtype in which Flax runs a layer: `dtype` if given, else what input, float kernel and bias promote to."""
+    """The dtype in which Flax runs a layer: `dtype`, or else what input, float kernel and bias promote to."""
     if dtype is not None:
         return jnp.dtype(dtype)
     return jnp.result_type(*(x for x in (inputs, kernel_dtype, bias) if x is not None))
 
 
 def product(inputs, kernel, dimension_numbers, bias, dtype, **options):
-    """`dot_general` of an input and a quantized kernel, plus a bias with the batch and free axes of the kernel, or None.
+    """`dot_general` of an input and a quantized kernel, plus a bias or None.
 
-    The result has the `preferred_element_type` in `options`, if that is not None, and at least `dtype` where there is a
-    bias; else it has `dtype`.
+    The bias has the batch and free axes of the kernel. The result has the `preferred_element_type` in
+    `options`, if that is not None, and at least `dtype` where there is a bias; else it has `dtype`.
     """
     if bias is not None:
         (contracted, _), (batch, _) = dimension_numbers

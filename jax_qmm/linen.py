@@ -1,4 +1,4 @@
-"""Flax linen: `quantize_model` for a model and its variables, and `QuantDense`, an `nn.Dense` with a quantized kernel."""
+"""Flax linen: `quantize_model` for a model and its variables, and `QuantDense`, with a quantized kernel."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SCALE, _ZERO_POINT = "activation_scale", "activation_zero_point"
 class QuantDense(nn.Dense):
     """An nn.Dense whose kernel is quantized from the start.
 
-    Its parameters are those of nn.Dense, with a `QArray` of the same logical shape as `kernel`, and `activation_scale`
-    and `activation_zero_point` where the scheme gives them. The bias is added before the one rounding of the output.
-    Gradients reach the input and the bias; the kernel is frozen.
+    Its parameters are those of nn.Dense, with a `QArray` of the same logical shape as `kernel`, and
+    `activation_scale` and `activation_zero_point` where the scheme gives them. The bias is added before the
+    one rounding of the output. Gradients reach the input and the bias; the kernel is frozen.
 
     Attributes:
-      scheme: how to quantize. All others are those of nn.Dense, except that `promote_dtype`, `dot_general` and
-        `dot_general_cls` must be left alone.
+      scheme: how to quantize. All others are those of nn.Dense, except that `promote_dtype`, `dot_general`
+        and `dot_general_cls` must be left alone.
 
     >>> layer = QuantDense(4)
     >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 3)))
@@ -57,12 +57,13 @@ class QuantDense(nn.Dense):
         self.param("kernel", init_kernel, (inputs.shape[-1], self.features), self.param_dtype)
         if self.use_bias:
             self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        for name, value in _static_params(self.scheme.activation_scale, self.scheme.activation_zero_point).items():
+        for name, value in _static_params(self.scheme).items():
             self.param(name, lambda key, value=value: value)
         return _run(self, _Layer(self.scheme, self.param_dtype), inputs)
 
     @classmethod
-    def from_dense(cls, dense: nn.Dense, variables: Variables, scheme: W8A8 = W8A8()) -> tuple[QuantDense, dict]:
+    def from_dense(
+            cls, dense: nn.Dense, variables: Variables, scheme: W8A8 = W8A8()) -> tuple[QuantDense, dict]:
         """Converts a trained layer; `dense` and `variables` stay as they are.
 
         Args:
@@ -83,25 +84,27 @@ class QuantDense(nn.Dense):
         (2, 4)
         """
         params = dict(meta.unbox(unfreeze(variables))["params"])
-        reason = "it is quantized already" if isinstance(params["kernel"], QArray) else linen_layers.own_callable(dense)
+        quantized = isinstance(params["kernel"], QArray)
+        reason = "it is quantized already" if quantized else linen_layers.own_callable(dense)
         if reason:
             raise ValueError(f"dense can't be quantized: {reason}")
         params["kernel"] = layers.quantize_kernel(params["kernel"], (-2,), scheme)
-        params |= _static_params(scheme.activation_scale, scheme.activation_zero_point)
-        names = [field.name for field in dataclasses.fields(dense) if field.init and field.name not in ("parent", "scheme")]
-        return cls(**{name: getattr(dense, name) for name in names}, scheme=scheme), {**variables, "params": params}
+        params |= _static_params(scheme)
+        fields = {field.name: getattr(dense, field.name) for field in dataclasses.fields(nn.Dense)
+                  if field.name != "parent"}
+        return cls(**fields, scheme=scheme), {**variables, "params": params}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """How a quantized layer runs: its scheme without static scales, and the dtype that its kernel had as a float array."""
+    """How a quantized layer runs: its scheme without static scales, and its kernel's dtype when float."""
 
     scheme: W8A8
     kernel_dtype: Any
 
 
 class QuantizedModel(nn.Module):
-    """A model whose quantized kernels run as such; made by `quantize_model`, used like the model that it holds.
+    """A model whose quantized kernels run as such; made by `quantize_model`, used like the model it holds.
 
     Its variables have the paths of that model's. It can be a submodule of another.
 
@@ -137,8 +140,8 @@ class QuantizedModel(nn.Module):
             return _run(module, layer, *args, **kwargs)
         if context.method_name == "__call__" and not isinstance(module, linen_layers.LAYERS):
             raise TypeError(
-                f"the kernel of {'/'.join(module.path)} was quantized, but a {type(module).__name__} can't use it: keep it "
-                "from the rules of quantize_model, or give that an example to tell the layers by")
+                f"the kernel of {'/'.join(module.path)} was quantized, but {type(module).__name__} can't use "
+                "it: keep it from the rules of quantize_model, or give that an example to tell the layers by")
         return next_function(*args, **kwargs)
 
 
@@ -153,15 +156,17 @@ def quantize_model(
 ) -> tuple[nn.Module, Variables, report.Report]:
     """Quantizes the layers of a model that rules name.
 
-    Dense, DenseGeneral (so attention projections too) and Einsum are quantized; the report says why others were not.
-    Paths are those of the parameters, joined by slashes: "encoder/layers_0/attention/query". Layers stacked by nn.scan or
-    nn.vmap along a leading axis of the parameters are quantized as a stack.
+    Dense, DenseGeneral (so attention projections too) and Einsum are quantized; the report says why others
+    were not. Paths are those of the parameters, joined by slashes: "encoder/layers_0/attention/query". Layers
+    stacked by nn.scan or nn.vmap along a leading axis of the parameters are quantized as a stack.
 
-    A linen model tells the class of its layers only when called. Without an input, layers are told by their parameters: a
-    `kernel` of rank 2 is one of Dense; kernels of higher rank are told by their bias and by the names that attention gives its
-    projections, and skipped where that leaves a doubt. An `example` settles it; it is traced, not run.
+    A linen model tells the class of its layers only when called. Without an input, layers are told by their
+    parameters: a `kernel` of rank 2 is one of Dense; kernels of higher rank are told by their bias and by the
+    names that attention gives its projections, and skipped where that leaves a doubt. An `example` settles
+    it; it is traced, not run.
 
-    Nothing is patched and nothing that was given is changed: the model returned intercepts the calls of those layers while it
+    Nothing is patched and nothing that was given is changed: the model returned intercepts the calls of those
+      layers while it
     runs. Sharding metadata (boxes) of quantized kernels is dropped; their arrays stay where they are.
 
     Args:
@@ -169,24 +174,27 @@ def quantize_model(
       variables: its variables; only "params" is changed.
       rules: the first whose regular expression matches all of a layer's path decides.
       example: a batch (see `calibration`) of arrays or ShapeDtypeStructs.
-      calibration: batches for the static activation scales of those layers whose scheme has `activation="per_tensor"` and no
-        `activation_scale`: the float model runs on each, and the range of each layer's input is recorded (one range for all
-        layers of a stack). A batch that is a tuple holds positional arguments of the model, one that is a dict keyword
-        arguments, and anything else is the only argument. Without it these scales are computed from the data at each call.
-      forward: called as `forward(model, variables, batch)` for each batch in place of the above. It must not be a function
-        that was jitted and run before.
+      calibration: batches for the static activation scales of those layers whose scheme has
+        `activation="per_tensor"` and no `activation_scale`: the float model runs on each, and the range of
+        each layer's input is recorded (one range for all layers of a stack). A batch that is a tuple holds
+        positional arguments of the model, one that is a dict keyword arguments, and anything else is the only
+        argument. Without it these scales are computed from the data at each call.
+      forward: called as `forward(model, variables, batch)` for each batch in place of the above. It must not
+        be a function that was jitted and run before.
 
     Returns:
       The quantized model, its variables and a `Report`. Static scales are parameters next to the kernel.
 
     Raises:
       TypeError: if rules are no `Rule`s.
-      ValueError: if `calibration` is given and there is nothing to calibrate, or it held no batch or one with NaN.
+      ValueError: if `calibration` is given and there is nothing to calibrate, or it held no batch or one with
+        NaN.
 
     >>> model = nn.MultiHeadDotProductAttention(num_heads=2)
     >>> x = jnp.ones((1, 3, 4))
     >>> variables = model.init(jax.random.key(0), x)
-    >>> model, variables, report = quantize_model(model, variables, [Rule("query|key", W8A8()), Rule("mlp", W8A8())])
+    >>> rules = [Rule("query|key", W8A8()), Rule("mlp", W8A8())]
+    >>> model, variables, report = quantize_model(model, variables, rules)
     >>> [row.path for row in report.quantized], report.unused_rules
     (['key', 'query'], (Rule(path='mlp', scheme=W8A8(int8, per_token)),))
     >>> model.apply(variables, x).shape
@@ -210,8 +218,8 @@ def quantize_model(
             skipped[path] = kernel.op, kernel.reason if scheme else "no rule matches"
         else:
             chosen[path] = kernel, scheme
-    uncalibrated = {"/".join(path) for path, (_, scheme) in chosen.items() if layers.takes_calibration(scheme)}
-    ranges = {} if calibration is None else _calibrate(model, variables, uncalibrated, calibration, forward)
+    wanted = {"/".join(path) for path, (_, scheme) in chosen.items() if layers.takes_calibration(scheme)}
+    ranges = {} if calibration is None else _calibrate(model, variables, wanted, calibration, forward)
 
     rows, how = [], {}
     for path, own in found.items():
@@ -224,15 +232,15 @@ def quantize_model(
         static = None
         if name in ranges:
             static = layers.static_range(*map(jnp.asarray, ranges[name]), scheme)
-        elif ranges and name in uncalibrated:
+        elif ranges and name in wanted:
             note = "no calibration batch reached it: its scale is computed at each call"
         stack = own["kernel"].shape[:own["kernel"].ndim - len(kernel.shape)]
         own = {**own, "kernel": layers.quantize_kernel(own["kernel"], kernel.contracted, scheme),
-               **_static_params(*static or (scheme.activation_scale, scheme.activation_zero_point), stack)}
+               **_static_params(scheme, static, stack)}
         params |= {(*path, leaf): value for leaf, value in own.items() if leaf != "bias"}
         how[name] = _Layer(layers.without_static(scheme), found[path]["kernel"].dtype)
-        words = layers.describe(scheme, static)
-        rows.append(report.LayerRow(name, kernel.op, words, report.runs_on(), before, report.nbytes(own), note))
+        rows.append(report.LayerRow(name, kernel.op, layers.describe(scheme, static), report.runs_on(),
+                                    before, report.nbytes(own), note))
 
     quantized = {**variables, "params": traverse_util.unflatten_dict(params)}
     totals = (report.nbytes(tree["params"]) for tree in (variables, quantized))
@@ -241,7 +249,7 @@ def quantize_model(
 
 
 def _layers(params):
-    """The parameters of each module that holds a weight of two or more dimensions, by path; out of their boxes."""
+    """The parameters, out of their boxes, of each module that holds a weight of rank 2 or more, by path."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for (*path, name), value in params.items():
         if value is not traverse_util.empty_node:
@@ -291,11 +299,10 @@ def _forward(model, variables, batch):
     return model.apply(variables, **batch) if isinstance(batch, Mapping) else model.apply(variables, batch)
 
 
-def _static_params(scale, zero_point, stack=()):
-    """The parameters that hold a static scale and zero point, for each layer of a stack."""
-    given = {_SCALE: (scale, jnp.float32), _ZERO_POINT: (zero_point, jnp.int32)}
-    return {name: jnp.broadcast_to(jnp.asarray(value, dtype), stack)
-            for name, (value, dtype) in given.items() if value is not None}
+def _static_params(scheme, static=None, stack=()):
+    """The parameters for a static scale and zero point, `static` or else those of the scheme."""
+    static = layers.static_leaves(*static or (scheme.activation_scale, scheme.activation_zero_point), stack)
+    return {name: value for name, value in zip((_SCALE, _ZERO_POINT), static) if value is not None}
 
 
 def _param(module, name):
@@ -315,8 +322,8 @@ def _run(module, layer, inputs, einsum_str=None):
     axis, batch = -1, ()
     if isinstance(module, nn.DenseGeneral):
         axis, batch = module.axis, module.batch_dims
-    as_axes = lambda axes: tuple(sorted(i % inputs.ndim for i in (axes if isinstance(axes, Sequence) else [axes])))
-    axis, batch = as_axes(axis), as_axes(batch)
+    axis, batch = (tuple(sorted(i % inputs.ndim for i in (axes if isinstance(axes, Sequence) else [axes])))
+                   for axes in (axis, batch))
     n = len(batch)
     numbers = (axis, tuple(range(n, n + len(axis)))), (batch, tuple(range(n)))
     return layers.product(inputs, kernel, numbers, bias, dtype, **options)

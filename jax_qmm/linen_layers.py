@@ -1,4 +1,4 @@
-"""Tells the layers of a linen model: what each does with its kernel, by the parameters alone or by watching a call."""
+"""Tells what the layers of a linen model do with their kernels, by the parameters or by watching a call."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -67,7 +67,7 @@ def guess(path: tuple[str, ...], params: Mapping[str, Any], siblings: Collection
     if "kernel" not in params:
         if "embedding" in params:
             return Kernel("Embed", reason="a table that is looked up")
-        return Kernel("?", reason=f"no kernel: quantize {', '.join(params)} by hand and use jax_qmm.einsum")
+        return Kernel("?", reason=layers.by_hand("no kernel", params))
     kernel, bias = np.shape(params["kernel"]), params.get("bias")
     bias = None if bias is None else np.shape(bias)
     if name.startswith("Conv"):
@@ -95,7 +95,8 @@ def _splits(kernel, bias):
         stack = len(bias) - n_out
         if n_in >= 1 and not n_in > 1 == n_out and bias == kernel[:stack] + kernel[len(kernel) - n_out:]:
             rank = n_in + n_out
-            yield Kernel("Dense" if rank == 2 else "DenseGeneral", tuple(range(-rank, -n_out)), kernel[stack:])
+            op = "Dense" if rank == 2 else "DenseGeneral"
+            yield Kernel(op, tuple(range(-rank, -n_out)), kernel[stack:])
 
 
 class Observer:
@@ -119,7 +120,8 @@ class Observer:
         if module.scope is not None and context.method_name == "__call__":
             path = "/".join(module.path)
             if not is_call_of_layer(context):
-                self.kernels.setdefault(path, Kernel(type(module).__name__, reason="not a Dense, DenseGeneral or Einsum"))
+                other = Kernel(type(module).__name__, reason="not a Dense, DenseGeneral or Einsum")
+                self.kernels.setdefault(path, other)
             else:
                 self.kernels[path] = _tell(module, *args, **kwargs)
                 if path in self._wanted:
@@ -141,8 +143,9 @@ class Observer:
         if not isinstance(low, jax.core.Tracer):
             note(low, high)
             return inputs
-        # Inside nn.scan a callback with a side effect counts as a broken promise, so this one takes part in the data.
-        zero = jax.pure_callback(note, jax.ShapeDtypeStruct((), jnp.float32), low, high, vmap_method="broadcast_all")
+        # nn.scan takes a callback with a side effect for a broken promise, so this one is part of the data.
+        zero = jax.pure_callback(
+            note, jax.ShapeDtypeStruct((), jnp.float32), low, high, vmap_method="broadcast_all")
         return inputs + zero.astype(inputs.dtype)
 
 
@@ -157,5 +160,6 @@ def _tell(module, inputs, einsum_str=None):
         except ValueError as error:
             return Kernel(op, reason=str(error))
     n_out = len(module.features) if isinstance(module.features, Sequence) else 1
-    n_in = len(module.axis) if isinstance(module, nn.DenseGeneral) and isinstance(module.axis, Sequence) else 1
+    axis = module.axis if isinstance(module, nn.DenseGeneral) else -1
+    n_in = len(axis) if isinstance(axis, Sequence) else 1
     return Kernel(op, tuple(range(-n_in - n_out, -n_out)), shape)

@@ -1,8 +1,9 @@
-"""Flax nnx: `quantize_model` for an existing model, and `QuantLinear`, an `nnx.Linear` with a quantized kernel.
+"""Flax nnx: `quantize_model` for an existing model, and `QuantLinear`, an nnx.Linear with a quantized kernel.
 
-A quantized layer keeps its class. Its kernel is an `nnx.Param` that holds a `QArray` of the same shape, and two of the
-callables that Flax lets one inject are replaced: `dot_general` (`einsum_op` of an Einsum) by a small module that
-quantizes the input and multiplies, and `promote_dtype` by one that leaves the kernel as it is and hands over the bias.
+A quantized layer keeps its class. Its kernel is an `nnx.Param` that holds a `QArray` of the same shape, and
+two of the callables that Flax lets one inject are replaced: `dot_general` (`einsum_op` of an Einsum) by a
+small module that quantizes the input and multiplies, and `promote_dtype` by one that leaves the kernel as it
+is and hands over the bias.
 """
 
 import dataclasses
@@ -27,9 +28,10 @@ class ActivationScale(nnx.Variable):
 class QuantLinear(nnx.Linear):
     """An nnx.Linear whose kernel is quantized from the start.
 
-    The kernel is initialised in float, quantized and dropped; `kernel` then holds a `QArray` of the same shape,
-    (in_features, out_features). Input, bias and output have the dtypes that they have in nnx.Linear, and the bias is
-    added before the one rounding of the output. Gradients reach the input and the bias; the kernel is frozen.
+    The kernel is initialised in float, quantized and dropped; `kernel` then holds a `QArray` of the same
+    shape, (in_features, out_features). Input, bias and output have the dtypes that they have in nnx.Linear,
+    and the bias is added before the one rounding of the output. Gradients reach the input and the bias; the
+    kernel is frozen.
 
     Args:
       in_features: size of the last axis of the input.
@@ -48,7 +50,8 @@ class QuantLinear(nnx.Linear):
     (2, 4)
     """
 
-    def __init__(self, in_features: int, out_features: int, *, scheme: W8A8 = W8A8(), rngs: nnx.Rngs, **options):
+    def __init__(self, in_features: int, out_features: int, *, scheme: W8A8 = W8A8(), rngs: nnx.Rngs,
+                 **options):
         for name in ("dot_general", "promote_dtype"):
             if name in options:
                 raise TypeError(f"QuantLinear brings its own {name}")
@@ -92,24 +95,26 @@ def quantize_model(
 ) -> tuple[nnx.Module, report.Report]:
     """Quantizes the layers of a model that rules name.
 
-    Linear, LinearGeneral (so the projections of MultiHeadAttention too), Einsum and subclasses that call them are
-    quantized; the report says why others were not. Paths are those of `nnx.iter_modules` joined by dots, such as
-    "encoder.layers.0.attn.query". Layers stacked by nnx.vmap along a leading axis are quantized as a stack.
+    Linear, LinearGeneral (so the projections of MultiHeadAttention too), Einsum and subclasses that call them
+    are quantized; the report says why others were not. Paths are those of `nnx.iter_modules` joined by dots,
+    such as "encoder.layers.0.attn.query". Layers stacked by nnx.vmap along a leading axis are quantized as a
+    stack.
 
-    No input is needed, nothing is patched outside of the model returned, and the model given stays as it is: layers
-    that are not quantized share its arrays. Sharding metadata of a quantized kernel is dropped; its arrays stay where
-    they are.
+    No input is needed, nothing is patched outside of the model returned, and the model given stays as it is;
+    layers that are not quantized share its arrays. Sharding metadata of a quantized kernel is dropped; its
+    arrays stay where they are.
 
-    To restore a saved model, make an abstract one of the same structure with `nnx.eval_shape`; where static scales
-    came from a calibration, any `activation_scale` in the rules gives the same structure.
+    To restore a saved model, make an abstract one of the same structure with `nnx.eval_shape`; where static
+    scales came from a calibration, any `activation_scale` in the rules gives the same structure.
 
     Args:
       model: float model.
       rules: the first whose regular expression matches all of a layer's path decides.
-      calibration: batches for the static activation scales of the layers whose scheme has `activation="per_tensor"`
-        and no `activation_scale`: the float model runs on each, and the range of each layer's input is recorded. A
-        batch that is a tuple holds positional arguments of the model, one that is a dict keyword arguments, and
-        anything else is the only argument. Without it these scales are computed from the data at each call.
+      calibration: batches for the static activation scales of the layers whose scheme has
+        `activation="per_tensor"` and no `activation_scale`: the float model runs on each, and the range of
+        each layer's input is recorded. A batch that is a tuple holds positional arguments of the model, one
+        that is a dict keyword arguments, and anything else is the only argument. Without it these scales are
+        computed from the data at each call.
       forward: called as `forward(model, batch)` for each batch in place of the above.
 
     Returns:
@@ -117,7 +122,8 @@ def quantize_model(
 
     Raises:
       TypeError: if rules are no `Rule`s.
-      ValueError: if `calibration` is given and there is nothing to calibrate, or no batch, or a range is not finite.
+      ValueError: if `calibration` is given and there is nothing to calibrate, or no batch, or a range is not
+        finite.
 
     >>> model = nnx.MultiHeadAttention(num_heads=2, in_features=4, decode=False, rngs=nnx.Rngs(0))
     >>> model, report = quantize_model(model, [Rule("query|key", W8A8()), Rule("mlp", W8A8())])
@@ -136,7 +142,9 @@ def quantize_model(
         else:
             chosen[path] = contracted, scheme
     uncalibrated = {path for path, (_, scheme) in chosen.items() if layers.takes_calibration(scheme)}
-    ranges = {} if calibration is None else _calibrate(quantized, uncalibrated, calibration, forward or _forward)
+    ranges = {}
+    if calibration is not None:
+        ranges = _calibrate(quantized, uncalibrated, calibration, forward or _forward)
 
     rows = []
     for path, layer in _layers(quantized).items():
@@ -168,7 +176,7 @@ def _weights(module):
 
 
 def _own_bytes(layer):
-    return report.nbytes([value.get_value() for value in vars(layer).values() if isinstance(value, nnx.Variable)])
+    return report.nbytes([own.get_value() for own in vars(layer).values() if isinstance(own, nnx.Variable)])
 
 
 def _product_name(layer):
@@ -186,14 +194,15 @@ def _kernel_shape(layer):
 
 
 def _contracted(layer):
-    """The axes of a layer's kernel that are contracted, counted from the end, and why it can't be quantized or None."""
+    """The contracted axes of a kernel, counted from the end, and why it can't be quantized or None."""
     if isinstance(layer, nnx.Conv | nnx.ConvTranspose):
         return (), "a convolution"
     if isinstance(layer, nnx.Embed):
         return (), "a table that is looked up"
     if not isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum):
-        return (), f"not a layer of Flax: quantize {', '.join(_weights(layer))} by hand and use jax_qmm.einsum"
-    kernel, shape, product = layer.kernel.get_value(), _kernel_shape(layer), getattr(layer, _product_name(layer))
+        return (), layers.by_hand("not a layer of Flax", _weights(layer))
+    kernel, shape = layer.kernel.get_value(), _kernel_shape(layer)
+    product = getattr(layer, _product_name(layer))
     if isinstance(kernel, QArray):
         return (), "quantized already"
     if not jnp.issubdtype(kernel.dtype, jnp.floating):
@@ -209,20 +218,20 @@ def _contracted(layer):
             return layers.einsum_contracted(layer.einsum_str), None
         except ValueError as error:
             return (), str(error)
-    n_in, n_out = (1, 1) if isinstance(layer, nnx.Linear) else (len(layer.in_features), len(layer.out_features))
+    n_in = n_out = 1
+    if isinstance(layer, nnx.LinearGeneral):
+        n_in, n_out = len(layer.in_features), len(layer.out_features)
     return tuple(range(-n_in - n_out, -n_out)), None
 
 
 def _quantize_layer(layer, contracted, scheme, static=None):
-    """Quantizes a layer in place; `static` is the scale and zero point of its input, by default those of the scheme."""
+    """Quantizes a layer in place. `static`: scale and zero point of its input, or those of the scheme."""
     kernel = layer.kernel.get_value()
     stack = kernel.shape[:kernel.ndim - len(_kernel_shape(layer))]
-    scale, zero_point = static or (scheme.activation_scale, scheme.activation_zero_point)
-    stacked = lambda value, dtype: None if value is None else jnp.broadcast_to(jnp.asarray(value, dtype), stack)
+    static = layers.static_leaves(*static or (scheme.activation_scale, scheme.activation_zero_point), stack)
     layer.kernel = nnx.Param(layers.quantize_kernel(kernel, contracted, scheme))
     layer.promote_dtype = _Promote(jnp.dtype(kernel.dtype), isinstance(layer, nnx.Linear))
-    product = _Product(scheme, stacked(scale, jnp.float32), stacked(zero_point, jnp.int32))
-    setattr(layer, _product_name(layer), nnx.data(product))
+    setattr(layer, _product_name(layer), nnx.data(_Product(scheme, *static)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +245,10 @@ class _Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class _Promote:
-    """Flax's promote_dtype for a layer with a quantized kernel, which counts with the dtype it had as a float array.
+    """Flax's promote_dtype for a quantized kernel, which counts with the dtype that it had as a float array.
 
-    The bias goes with the kernel, to be added before the output is rounded. nnx.Linear insists on one to add where it
-    has one: it gets -0.0, which changes nothing and which XLA drops.
+    The bias goes with the kernel, to be added before the output is rounded. nnx.Linear insists on one to add
+    where it has one: it gets -0.0, which changes nothing and which XLA drops.
     """
 
     kernel_dtype: jnp.dtype
@@ -256,7 +265,7 @@ class _Promote:
 
 
 class _Product(nnx.Module):
-    """The dot_general or einsum_op of a quantized layer, with the static scale of the layer's input if it has one."""
+    """The dot_general or einsum_op of a quantized layer, with the static scale of its input if it has one."""
 
     def __init__(self, scheme, scale=None, zero_point=None):
         self.scheme = layers.without_static(scheme)
@@ -268,13 +277,14 @@ class _Product(nnx.Module):
         options["scheme"] = layers.with_static(self.scheme, read(self.scale), read(self.zero_point))
         if isinstance(operands[0], str):
             equation, inputs, kernel = operands
-            return layers.einsum_product(equation, inputs, kernel.qarray, kernel.bias, kernel.dtype, **options)
+            return layers.einsum_product(
+                equation, inputs, kernel.qarray, kernel.bias, kernel.dtype, **options)
         inputs, kernel, numbers = operands
         return layers.product(inputs, kernel.qarray, numbers, kernel.bias, kernel.dtype, **options)
 
 
 class _Recorder(nnx.Module):
-    """The promote_dtype of a float layer under calibration: keeps the range of the layer's input, which includes 0."""
+    """The promote_dtype of a float layer under calibration: keeps the range, with 0 in it, of its input."""
 
     def __init__(self, stack):
         self.low, self.high = nnx.Variable(jnp.zeros(stack)), nnx.Variable(jnp.zeros(stack))

@@ -10,7 +10,7 @@ from jax_qmm import _ffi
 
 
 def platform() -> str:
-    """The platform that computations of this process run on by default, named as lowering names it ("cuda")."""
+    """The platform that this process computes on by default, named as lowering names it ("cuda")."""
     with jax.ensure_compile_time_eval():
         device = next(iter(jnp.zeros(()).devices()))
     if device.platform != "gpu":
@@ -56,8 +56,8 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     rows = [tuple(str(cell) for cell in row) for row in rows]
     columns = [(name, *cells) for name, *cells in zip(header, *rows) if any(cells)]
     widths = [max(map(len, column)) for column in columns]
-    lines = zip(*columns)
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    padded = ([cell.ljust(width) for cell in column] for column, width in zip(columns, widths))
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jax_qmm.schemes import W8A8
 
 X = jax.ShapeDtypeStruct((8, 32), jnp.float32)
 W = jax.ShapeDtypeStruct((16, 32), jnp.int8)
+ZERO = np.zeros((8, 16), jnp.bfloat16)
 
 
 def product(x, w):
@@ -23,7 +24,7 @@ def product(x, w):
 
 
 def looped(x, w):
-    return jax.lax.scan(lambda c, _: (c + product(x, w), None), jnp.zeros((8, 16), jnp.bfloat16), None, length=5)[0]
+    return jax.lax.scan(lambda c, _: (c + product(x, w), None), ZERO, None, length=5)[0]
 
 
 def test_rows():
@@ -38,7 +39,7 @@ def test_rows():
 
 
 def while_loop(x, w):
-    return jax.lax.while_loop(lambda c: c.sum() > 0, lambda c: c + product(x, w), jnp.zeros((8, 16), jnp.bfloat16))
+    return jax.lax.while_loop(lambda c: c.sum() > 0, lambda c: c + product(x, w), ZERO)
 
 
 def cond(x, w):
@@ -46,7 +47,7 @@ def cond(x, w):
 
 
 def nested(x, w):
-    return jax.lax.scan(lambda c, _: (c + looped(x, w), None), jnp.zeros((8, 16), jnp.bfloat16), None, length=3)[0]
+    return jax.lax.scan(lambda c, _: (c + looped(x, w), None), ZERO, None, length=3)[0]
 
 
 def sharded(x, w):
@@ -122,7 +123,8 @@ def test_kernels_are_named_where_there_are_some(monkeypatch):
     explain(lambda x, q: dot_general(x, q, (((2,), (0,)), ((), ())), scheme=W8A8("float8_e4m3fn"),
                                      precision=jax.lax.Precision.HIGHEST), wide, quantize(
                                          jnp.ones((16, 32)), "float8_e4m3fn").T)
-    assert asked == [(8, 16, 32, 2, jnp.int8, jnp.bfloat16, False), (24, 16, 32, 1, jnp.float8_e4m3fn, jnp.float32, False)]
+    assert asked == [(8, 16, 32, 2, jnp.int8, jnp.bfloat16, False),
+                     (24, 16, 32, 1, jnp.float8_e4m3fn, jnp.float32, False)]
 
 
 def test_what_is_no_array_stays_as_it_is():
@@ -130,7 +132,8 @@ def test_what_is_no_array_stays_as_it_is():
         assert train is True and name == "a" and config == {"n": 3}
         return functools.reduce(lambda y, _: y + product(x, w), range(config["n"]), 0)
 
-    (quantized, multiplied) = explain(fn, np.ones((8, 32), np.float32), W, train=True, name="a", config={"n": 3}).rows
+    x = np.ones((8, 32), np.float32)
+    (quantized, multiplied) = explain(fn, x, W, train=True, name="a", config={"n": 3}).rows
     assert quantized.count == multiplied.count == 3
 
 

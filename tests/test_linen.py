@@ -79,7 +79,8 @@ def test_report_without_an_example(model, variables):
     assert {row.path: row.reason for row in report.skipped} == {
         "Embed_0": "a table that is looked up",
         "Conv_0": "a convolution",
-        "join": "no telling what it does with a kernel of shape (2, 8, 16) and a bias of shape (16,): give an example",
+        "join": "no telling what it does with a kernel of shape (2, 8, 16) and a bias of shape (16,): "
+                "give an example",
         "": "no kernel: quantize own by hand and use jax_qmm.einsum",
     }
     assert [rule.path for rule in report.unused_rules] == ["Dense_[5-9]", "attn/.*"]
@@ -88,13 +89,14 @@ def test_report_without_an_example(model, variables):
     assert (row.op, row.scheme, row.bytes_before, row.bytes_after) == ("Dense", "int8, per_token", 2176, 768)
     assert row.runs_on == "reference: platform cpu has no kernels"
     params = qvariables["params"]
-    assert jax.tree.structure(params, is_leaf=lambda x: isinstance(x, QArray)) == jax.tree.structure(variables["params"])
+    is_quantized = lambda x: isinstance(x, QArray)
+    assert jax.tree.structure(params, is_leaf=is_quantized) == jax.tree.structure(variables["params"])
     assert report.total_after == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert params["attn"]["query"]["kernel"].qvalue.shape == (2, 8, 16)  # the contracted axis last
     assert params["attn"]["out"]["kernel"].qvalue.shape == (16, 2, 8)
     assert params["blocks"]["up"]["kernel"].scale.shape == (3, 16, 1)
     assert params["Embed_0"]["embedding"] is variables["params"]["Embed_0"]["embedding"]  # not copied
-    assert not any(isinstance(x, QArray) for x in jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, QArray)))
+    assert not any(map(is_quantized, jax.tree.leaves(variables, is_leaf=is_quantized)))
 
 
 def test_example_tells_all_layers(model, variables):
@@ -115,8 +117,8 @@ def test_model_runs_under_jit(model, variables, scheme):
     quantized, qvariables, _ = qlinen.quantize_model(model, variables, [Rule(".*", scheme)], example=IDS)
     want = model.apply(variables, IDS)
     got = jax.jit(quantized.apply)(qvariables, IDS)
-    # Ten layers in a row that each add an error of about 1/127 (int8) or 1/16 (fp8 has 4 bits) of their output, in
-    # quadrature.
+    # Ten layers in a row that each add an error of about 1/127 (int8) or 1/16 (fp8 has 4 bits) of their
+    # output, in quadrature.
     step = 1 / 16 if scheme.dtype == jnp.float8_e4m3fn else 1 / 127
     error = jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
     assert 0 < error < np.sqrt(10) * step
@@ -164,8 +166,8 @@ def test_dense_is_the_fused_product(scheme):
     params = qvariables["params"]
     want = dot_general(x, params["kernel"], LAST, scheme=scheme, bias=params["bias"])
     np.testing.assert_array_equal(layer.apply(qvariables, x), want)
-    np.testing.assert_array_equal(params["kernel"].dequantize(), quantize(variables["params"]["kernel"].T).T.dequantize()
-                                  if scheme.dtype == jnp.int8 else params["kernel"].dequantize())
+    kernel = quantize(variables["params"]["kernel"].T, scheme.dtype).T
+    np.testing.assert_array_equal(params["kernel"].dequantize(), kernel.dequantize())
     model, mvariables, _ = qlinen.quantize_model(dense, variables, [Rule("", scheme)])
     jax.tree.map(np.testing.assert_array_equal, mvariables["params"], params)
     np.testing.assert_array_equal(model.apply(mvariables, x), want)
@@ -257,7 +259,6 @@ def test_calibration(model, variables, symmetric):
         return next_function(*args, **kwargs)
 
     batches = [(IDS, 1.0), {"ids": IDS, "scale": 3.0}]
-    unrolled = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
     with nn.intercept_methods(watch):
         model.apply(variables, IDS), model.apply(variables, IDS, scale=3.0)
     quantized, qvariables, report = qlinen.quantize_model(model, variables, rules, calibration=batches)
@@ -267,7 +268,7 @@ def test_calibration(model, variables, symmetric):
     assert ("activation_zero_point" in got) != symmetric
     if not symmetric:
         np.testing.assert_array_equal(got["activation_zero_point"], want.zero_point.reshape(()))
-    assert qvariables["params"]["blocks"]["up"]["activation_scale"].shape == (3,)  # one for each layer of the stack
+    assert qvariables["params"]["blocks"]["up"]["activation_scale"].shape == (3,)  # for a stack of 3
     rows = {row.path: row for row in report.rows}
     assert rows["Dense_1"].scheme == "int8, per_tensor static" + ("" if symmetric else ", asymmetric")
     assert rows["Dense_0"].scheme == "int8, per_token"
@@ -300,7 +301,8 @@ def test_calibration_errors():
     with pytest.raises(ValueError, match="no batch"):
         qlinen.quantize_model(dense, variables, [Rule("", STATIC)], calibration=[])
     with pytest.raises(ValueError, match="not finite"):
-        qlinen.quantize_model(dense, variables, [Rule("", STATIC)], calibration=[data(2, 8), jnp.full((2, 8), jnp.nan)])
+        batches = [data(2, 8), jnp.full((2, 8), jnp.nan)]
+        qlinen.quantize_model(dense, variables, [Rule("", STATIC)], calibration=batches)
 
 
 @pytest.mark.parametrize("kernel, bias, siblings, want", [
@@ -334,14 +336,15 @@ def test_kernel_of_a_layer_that_cannot_use_it():
     x = data(3, 8)
     variables = Own().init(jax.random.key(0), x)
     model, qvariables, _ = qlinen.quantize_model(Own(), variables, [Rule("", W8A8())])
-    with pytest.raises(TypeError, match="a Own can't use it: .* give that an example"):
+    with pytest.raises(TypeError, match="Own can't use it: .* give that an example"):
         model.apply(qvariables, x)
     _, _, report = qlinen.quantize_model(Own(), variables, [Rule("", W8A8())], example=x)
     assert report.skipped[0].reason == "not a Dense, DenseGeneral or Einsum"
 
 
 def test_orbax_and_export(model, variables, tmp_path):
-    quantized, qvariables, _ = qlinen.quantize_model(model, variables, [Rule(".*", STATIC)], calibration=[IDS])
+    quantized, qvariables, _ = qlinen.quantize_model(
+        model, variables, [Rule(".*", STATIC)], calibration=[IDS])
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "model", qvariables)
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), qvariables)
