@@ -143,6 +143,17 @@ def test_vmap_with_an_out_sharding(operands):
     np.testing.assert_array_equal(got, f(None)(a, operands[1]))
 
 
+def test_out_sharding_over_the_axis_of_k(operands):
+    mesh = make_mesh((8,), ("x",), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        args = put(mesh, operands, specs(k_a="x", k_b="x"))
+        lowered = jax.jit(lambda *args: -f32_azp(*args, out_sharding=P("x", None))).lower(*args)
+        got = lowered.compile()(*args)
+    assert lowered.as_text().count("sdy.sharding_constraint") == 2  # of the product and of its negation
+    assert got.sharding.spec == P("x", None)
+    np.testing.assert_array_equal(got, -f32_azp(*operands))
+
+
 @pytest.mark.parametrize(
     "sharding, message",
     [
@@ -190,12 +201,12 @@ def test_gradients_of_sharded_operands(operands, kind, sharding):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}])
-def test_shard_map_with_replicated_weights(operands, kind, manual):
-    """Only rows are sharded; scales and bias are the same everywhere, so their gradients are sums over x."""
+@pytest.mark.parametrize("sharding", [specs(m="x"), specs(n="x")])
+def test_shard_map_with_replicated_operands(operands, kind, manual, sharding):
+    """What is the same everywhere, a or b and a scale of the whole tensor, has a gradient summed over x."""
     mesh = make_mesh((4, 2), ("x", "y"), kind)
     a, b, scale_a, scale_b, adj, azp, bias = operands
-    # scale_a and bias per tensor and replicated: the gradient needs the sum over x.
-    in_specs = (P(), P(), P(), P("x"), P(), P(), P("x"))
+    in_specs = (P(), sharding[3], sharding[6], sharding[0], sharding[1], sharding[4], sharding[5])
 
     def mapped(*args):
         f = lambda *args: jax.lax.psum(loss(*args), "x")

@@ -125,8 +125,8 @@ def test_gradients_by_scales_and_bias(operands):
         return lambda scale_a, scale_b, bias: jnp.sum(weight * f(a, b, scale_a, scale_b, adj, azp, bias))
 
     for s_a, s_b in ((scale_a, scale_b), (scale_a[0], scale_b[0]), (scale_a[:, None], scale_b[None])):
-        got = jax.grad(loss(f32_azp), (0, 1, 2))(s_a, s_b, bias)
-        close(got, jax.grad(loss(dequantized_mm), (0, 1, 2))(s_a, s_b, bias))
+        both = (jax.jit(jax.grad(loss(f), (0, 1, 2)))(s_a, s_b, bias) for f in (f32_azp, dequantized_mm))
+        close(*both)
 
 
 def test_gradients_in_lower_precision_have_the_operands_dtypes(operands):
@@ -134,7 +134,7 @@ def test_gradients_in_lower_precision_have_the_operands_dtypes(operands):
     args = scale_a.astype(jnp.bfloat16), scale_b.astype(np.float16), bias.astype(jnp.bfloat16)
     f = lambda *args: jax_qmm.scaled_mm(a, b, *args).astype(jnp.float32).sum()
     want = jax.grad(lambda s, t, c: dequantized_mm(a, b, s, t, bias=c).sum(), (0, 1, 2))(*map(F32, args))
-    for g, x, w in zip(jax.grad(f, (0, 1, 2))(*args), args, want):
+    for g, x, w in zip(jax.jit(jax.grad(f, (0, 1, 2)))(*args), args, want):
         assert g.dtype == x.dtype
         # Each output is rounded to 8 bits on the way, and so is the sum of up to 6 cotangents.
         np.testing.assert_allclose(g.astype(np.float32), w, rtol=2.0**-6, atol=2.0**-8 * np.abs(w).max())
@@ -167,15 +167,21 @@ def test_jvp_hessian_remat_and_vmap_of_grad(operands):
     f = lambda s, t, c: f32_mm(a, b, s, t, c)
     g = lambda s, t, c: dequantized_mm(a, b, s, t, bias=c)
     primals, tangents = (scale_a, scale_b, bias), (scale_b[:M], scale_a.repeat(2)[:N], scale_b)
-    close(jax.jvp(f, primals, tangents), jax.jvp(g, primals, tangents))
-    close(jax.jacfwd(f, 1)(*primals), jax.jacfwd(g, 1)(*primals))
     loss = lambda f: lambda *x: jnp.sum(jnp.sin(f(*x) * 1e-4))
-    close(jax.grad(jax.remat(loss(f)), (0, 1, 2))(*primals), jax.grad(loss(g), (0, 1, 2))(*primals))
-    close(jax.hessian(loss(f))(*primals), jax.hessian(loss(g))(*primals))
-    per_a = lambda f: jax.vmap(jax.grad(lambda a, s: jnp.sum(f(a, b, s, scale_b)), 1), (0, None))
-    close(per_a(f32_mm)(operands[0], scale_a), per_a(dequantized_mm)(operands[0], scale_a))
-    per_b = lambda f: jax.vmap(jax.grad(lambda b, s: jnp.sum(f(a, b, s, scale_b)), 1))
-    close(per_b(f32_mm)(operands[1], operands[2]), per_b(dequantized_mm)(operands[1], operands[2]))
+
+    def transformed(f, mm):
+        per_a = jax.vmap(jax.grad(lambda a, s: jnp.sum(mm(a, b, s, scale_b)), 1), (0, None))
+        per_b = jax.vmap(jax.grad(lambda b, s: jnp.sum(mm(a, b, s, scale_b)), 1))
+        return (
+            jax.jvp(f, primals, tangents),
+            jax.jacfwd(f, 1)(*primals),
+            jax.grad(jax.remat(loss(f)), (0, 1, 2))(*primals),
+            jax.hessian(loss(f))(*primals),
+            per_a(operands[0], scale_a),
+            per_b(operands[1], operands[2]),
+        )
+
+    close(jax.jit(lambda: transformed(f, f32_mm))(), jax.jit(lambda: transformed(g, dequantized_mm))())
 
 
 def test_gradient_does_not_change_the_result(operands):
