@@ -17,13 +17,14 @@ _LEAVES = ("qvalue", "scale", "zero_point", "azp_adj")
 class QArray:
     """A quantized array: `x ~ (qvalue - zero_point) * scale`.
 
-    The shape of `scale` is the granularity: it has the rank of `qvalue`, and each of its dimensions divides that of
-    `qvalue`. 1 means that the axis shares one scale; anything between 1 and the whole dimension means equal blocks.
+    The shape of `scale` is the granularity: it has the rank of `qvalue`, and each of its dimensions divides
+    that of `qvalue`. 1 means that the axis shares one scale; anything between 1 and the whole dimension means
+    equal blocks.
 
-    Transposing makes a view: the leaves stay as they are and only the logical order of the axes changes. The kernels
-    want the contracted axes last in memory, so the weight of a Flax layer, logically (K, N), is best made by
-    `quantize(kernel.T).T`, which stores (N, K). Transformations that map over a leading axis (scan, vmap) act on the
-    leaves, so an axis they map over must lie in front of all transposed ones.
+    Transposing makes a view: the leaves stay as they are and only the logical order of the axes changes. The
+    kernels want the contracted axes last in memory, so the weight of a Flax layer, logically (K, N), is best
+    made by `quantize(kernel.T).T`, which stores (N, K). Transformations that map over a leading axis (scan,
+    vmap) act on the leaves, so an axis they map over must lie in front of all transposed ones.
 
     Args:
       qvalue: int8 or float8_e4m3fn array of any shape.
@@ -57,7 +58,9 @@ class QArray:
         if self.qtype not in QTYPES:
             raise TypeError(f"qvalue has dtype {self.qtype}, needs one of {', '.join(map(str, QTYPES))}")
         if self.scale.dtype not in SCALE_DTYPES:
-            raise TypeError(f"scale has dtype {self.scale.dtype}, needs one of {', '.join(map(str, SCALE_DTYPES))}")
+            raise TypeError(
+                f"scale has dtype {self.scale.dtype}, needs one of {', '.join(map(str, SCALE_DTYPES))}"
+            )
         shape, scale_shape = self.qvalue.shape, self.scale.shape
         if len(shape) != len(scale_shape) or not all(map(_divides, scale_shape, shape)):
             raise ValueError(f"scale has shape {scale_shape}, needs the rank of qvalue {shape} "
@@ -68,7 +71,9 @@ class QArray:
             if self.zero_point.dtype != jnp.int32:
                 raise TypeError(f"zero_point has dtype {self.zero_point.dtype}, needs int32")
             if self.zero_point.shape != scale_shape:
-                raise ValueError(f"zero_point has shape {self.zero_point.shape}, needs that of scale {scale_shape}")
+                raise ValueError(
+                    f"zero_point has shape {self.zero_point.shape}, needs that of scale {scale_shape}"
+                )
 
     @property
     def shape(self):
@@ -120,22 +125,25 @@ class QArray:
         stored = self.storage_axes()
         permutation = tuple(stored[axis] - self.ndim for axis in axes)
         while permutation and permutation[0] == -len(permutation):
-            permutation = permutation[1:]  # leading axes in their place stay out, so that they can come and go
+            permutation = permutation[1:]  # leading axes in their place may come and go
         return self._replace(_permutation=permutation)
 
     def storage_axes(self):
         """For each logical axis the axis of the leaves that holds it."""
         if len(self._permutation) > self.ndim:
-            raise ValueError(f"a QArray view that permutes its last {len(self._permutation)} axes has leaves of rank "
-                             f"{self.ndim}: a transformation (vmap, scan, indexing) took away a permuted axis")
+            raise ValueError(
+                f"a QArray view that permutes its last {len(self._permutation)} axes has leaves of rank "
+                f"{self.ndim}: a transformation (vmap, scan, indexing) took away a permuted axis"
+            )
         leading = self.ndim - len(self._permutation)
         return (*range(leading), *(self.ndim + axis for axis in self._permutation))
 
     def with_azp_adj(self, axis):
         """The same array with its sums over `axis` as a leaf.
 
-        Products with asymmetric activations subtract the activation's zero point times these sums. Without the leaf each
-        call adds up the whole weight again: XLA cannot know that an argument of a jitted function never changes.
+        Products with asymmetric activations subtract the activation's zero point times these sums. Without
+        the leaf each call adds up the whole weight again: XLA cannot know that an argument of a jitted
+        function never changes.
 
         Args:
           axis: int or tuple, the logical axes that the product contracts.
@@ -185,7 +193,8 @@ class QArray:
         stored = self.storage_axes()
         describe = lambda leaf: f"{leaf.dtype}[{','.join(str(leaf.shape[axis]) for axis in stored)}]"
         leaves = ((name, getattr(self, name)) for name in _LEAVES[1:])
-        parts = [describe(self.qvalue), *(f"{name}={describe(leaf)}" for name, leaf in leaves if leaf is not None)]
+        parts = [describe(self.qvalue)]
+        parts += [f"{name}={describe(leaf)}" for name, leaf in leaves if leaf is not None]
         if self._permutation:
             parts.append(f"stored=[{','.join(map(str, self.qvalue.shape))}]")
         return f"QArray({', '.join(parts)})"
@@ -204,7 +213,7 @@ class QArray:
 
     @classmethod
     def tree_unflatten(cls, permutation, children):
-        new = object.__new__(cls)  # no checks: transformations put all sorts of objects in place of the leaves
+        new = object.__new__(cls)  # no checks: transformations put all sorts of objects in place of leaves
         new.__dict__.update(zip(_LEAVES, children), _permutation=permutation)
         return new
 

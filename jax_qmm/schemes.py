@@ -14,17 +14,17 @@ from jax_qmm.qarray import QTYPES
 class W8A8:
     """8-bit weights times 8-bit activations, both of the same type.
 
-    Weights get one scale per output channel. Activations are quantized inside the product: with scales computed from
-    the data, or static ones where `activation_scale` is given.
+    Weights get one scale per output channel. Activations are quantized inside the product: with scales
+    computed from the data, or static ones where `activation_scale` is given.
 
     Args:
       dtype: `jnp.int8` or `jnp.float8_e4m3fn`.
       activation: "per_token" (one scale per row) or "per_tensor".
       symmetric: False gives activations a zero point too; int8 only.
-      activation_scale: static scale, a float or a float array of shape (), for instance from a calibration. Also
-        inside a transformation: the scheme may hold a tracer.
-      activation_zero_point: static zero point, an int or an integer array of shape (); needed with a static scale when
-        `symmetric` is False.
+      activation_scale: static scale, a float or a float array of shape (), for instance from a calibration.
+        Also inside a transformation: the scheme may hold a tracer.
+      activation_zero_point: static zero point, an int or an integer array of shape (); needed with a static
+        scale when `symmetric` is False.
 
     Raises:
       TypeError, ValueError: for an argument that does not fit.
@@ -51,8 +51,10 @@ class W8A8:
         if self.activation_scale is None and self.activation_zero_point is not None:
             raise ValueError("activation_zero_point was given without activation_scale")
         if self.activation_scale is not None and self.symmetric != (self.activation_zero_point is None):
-            raise ValueError(f"activation_zero_point is {self.activation_zero_point}, needs "
-                             + ("None with symmetric=True" if self.symmetric else "a value with symmetric=False"))
+            raise ValueError(
+                f"activation_zero_point is {self.activation_zero_point}, needs "
+                + ("None with symmetric=True" if self.symmetric else "a value with symmetric=False")
+            )
 
     def __repr__(self):
         static = self.activation_scale is not None

@@ -27,19 +27,41 @@ def test_a_static_scale_can_be_a_tracer():
     assert seen == ["W8A8(int8, per_tensor static, asymmetric)"]
 
 
-@pytest.mark.parametrize("options, error, message", [
-    ({"dtype": jnp.int4}, TypeError, "dtype is .*int4.*, needs int8 or float8_e4m3fn"),
-    ({"dtype": "fp8"}, TypeError, "dtype is 'fp8'"),
-    ({"activation": "token"}, ValueError, "activation is 'token', needs 'per_token' or 'per_tensor'"),
-    ({"dtype": jnp.float8_e4m3fn, "symmetric": False}, ValueError, "symmetric=False .* needs int8"),
-    ({"activation_scale": 1}, TypeError, "activation_scale has dtype int32"),
-    ({"activation_scale": np.ones(3, np.float32)}, ValueError, r"activation_scale has shape \(3,\), needs \(\)"),
-    ({"activation_zero_point": 3}, ValueError, "activation_zero_point was given without activation_scale"),
-    ({"activation_scale": 0.1, "activation_zero_point": 3}, ValueError, "activation_zero_point is 3, needs None"),
-    ({"activation_scale": 0.1, "symmetric": False}, ValueError, "activation_zero_point is None, needs a value"),
-    ({"activation_scale": 0.1, "symmetric": False, "activation_zero_point": 0.5}, TypeError,
-     "activation_zero_point has dtype float32"),
-])
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"dtype": jnp.int4}, TypeError, "dtype is .*int4.*, needs int8 or float8_e4m3fn"),
+        ({"dtype": "fp8"}, TypeError, "dtype is 'fp8'"),
+        ({"activation": "token"}, ValueError, "activation is 'token', needs 'per_token' or 'per_tensor'"),
+        ({"dtype": jnp.float8_e4m3fn, "symmetric": False}, ValueError, "symmetric=False .* needs int8"),
+        ({"activation_scale": 1}, TypeError, "activation_scale has dtype int32"),
+        (
+            {"activation_scale": np.ones(3, np.float32)},
+            ValueError,
+            r"activation_scale has shape \(3,\), needs \(\)",
+        ),
+        (
+            {"activation_zero_point": 3},
+            ValueError,
+            "activation_zero_point was given without activation_scale",
+        ),
+        (
+            {"activation_scale": 0.1, "activation_zero_point": 3},
+            ValueError,
+            "activation_zero_point is 3, needs None",
+        ),
+        (
+            {"activation_scale": 0.1, "symmetric": False},
+            ValueError,
+            "activation_zero_point is None, needs a value",
+        ),
+        (
+            {"activation_scale": 0.1, "symmetric": False, "activation_zero_point": 0.5},
+            TypeError,
+            "activation_zero_point has dtype float32",
+        ),
+    ],
+)
 def test_a_bad_scheme_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         jax_qmm.W8A8(**options)

@@ -1,4 +1,4 @@
-"""Products of two operands with labelled axes, one or both of them a QArray: what dot_general, einsum and matmul share.
+"""Products of operands with labelled axes, one or both a QArray: what dot_general, einsum and matmul share.
 
 A product that the kernels cannot compute is taken of dequantized operands. Its jaxpr then has a jit named
 "jax_qmm_dequantized_dot_" and the reason (a key of `DEQUANTIZED`), so that `explain` can tell.
@@ -40,7 +40,7 @@ def dequantized_reason(jit_name):
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """All that is static. Labels name the axes; one in both operands is a batch label if `out` has it, else contracted."""
+    """What is static. A label of both operands is a batch label or, if not in `out`, contracted."""
     lhs: tuple
     rhs: tuple
     out: tuple
@@ -64,8 +64,9 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
 
     Args:
       lhs, rhs: at least one of them a QArray, the other float or a QArray.
-      labels: three tuples of labels, for the axes of lhs, of rhs and of the output. No tuple has one twice, and a label of
-        one operand alone is one of the output. Sizes agree, but that of a batch label may be 1 in one operand.
+      labels: three tuples of labels, for the axes of lhs, of rhs and of the output. No tuple has one twice,
+        and a label of one operand alone is one of the output. Sizes agree, but that of a batch label may be 1
+        in one operand.
       names: how messages call lhs and rhs.
       precision, preferred_element_type, out_sharding: as in `jax.lax.dot_general`.
       scheme: how to quantize a float operand, or None for the W8A8 of the other's type.
@@ -97,7 +98,9 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
 def _check_float(name, x):
     x = jnp.asarray(x)
     if x.dtype not in SCALE_DTYPES:
-        raise TypeError(f"{name} has dtype {x.dtype}, needs {', '.join(map(str, SCALE_DTYPES))} or to be a QArray")
+        raise TypeError(
+            f"{name} has dtype {x.dtype}, needs {', '.join(map(str, SCALE_DTYPES))} or to be a QArray"
+        )
     return x
 
 
@@ -140,14 +143,14 @@ def _contract(plan, lhs, rhs, bias, activation_scale, activation_zero_point):
 
 @_contract.defjvp
 def _contract_jvp(plan, primals, tangents):
-    """Straight through the quantizer of a float operand, by the dequantized other one; a QArray is a constant."""
+    """Straight through the quantizer of a float operand, by the other dequantized; a QArray is a constant."""
     out = _contract(plan, *primals)
     lhs, rhs, *_ = primals
     tangent = None if primals[2] is None else tangents[2].astype(plan.out_dtype)
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         moving, frozen = (tangents[1], lhs) if isinstance(lhs, QArray) else (tangents[0], rhs)
 
-        # Rematerialized, so that what waits for the backward pass is the 8-bit operand and not its dequantized copy.
+        # Rematerialized: the 8-bit operand waits for the backward pass, not its dequantized copy.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def dot(moving, frozen):
             return _float_dot(plan, *((frozen, moving) if isinstance(lhs, QArray) else (moving, frozen)))
@@ -171,28 +174,41 @@ def _why_dequantized(plan, lhs, rhs):
             return "scales_along_contraction"
     if len({x.qtype for x, _ in quantized}) > 1:
         return "two_dtypes"
-    zero_points = [x.zero_point is not None for x, _ in quantized] + [plan.scheme and not plan.scheme.symmetric]
-    return "two_zero_points" if sum(map(bool, zero_points)) == 2 else None
+    zero_points = sum(x.zero_point is not None for x, _ in quantized)
+    if plan.scheme is not None and not plan.scheme.symmetric:
+        zero_points += 1
+    return "two_zero_points" if zero_points == 2 else None
 
 
 def _float_dot(plan, lhs, rhs):
     """The product of the dequantized operands, in the float type that holds all of them and the output."""
-    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in (lhs, rhs) if not isinstance(x, QArray)), plan.out_dtype)
+    dtype = functools.reduce(
+        jnp.promote_types, (x.dtype for x in (lhs, rhs) if not isinstance(x, QArray)), plan.out_dtype
+    )
     lhs, rhs = (x.dequantize(dtype) if isinstance(x, QArray) else x.astype(dtype) for x in (lhs, rhs))
     sizes, labels = _sizes(plan, lhs, rhs), [plan.lhs, plan.rhs]
     for i, x in enumerate((lhs, rhs)):  # lax.dot_general does not broadcast batch axes
-        repeated = [axis for axis, label in enumerate(labels[i]) if label in plan.batch and x.shape[axis] != sizes[label]]
+        repeated = [
+            axis
+            for axis, label in enumerate(labels[i])
+            if label in plan.batch and x.shape[axis] != sizes[label]
+        ]
         labels[i] = tuple(label for axis, label in enumerate(labels[i]) if axis not in repeated)
         lhs, rhs = (jnp.squeeze(x, repeated), rhs) if i == 0 else (lhs, jnp.squeeze(x, repeated))
     left, right = labels
     batch = tuple(label for label in plan.batch if label in left and label in right)
     both = (plan.contracted, batch)
-    produced = [*batch, *(label for side in labels for label in side if label not in (*plan.contracted, *batch))]
+    produced = [
+        *batch,
+        *(label for side in labels for label in side if label not in (*plan.contracted, *batch)),
+    ]
     order = [produced.index(label) for label in plan.out]
     out_sharding = plan.out_sharding
     if out_sharding is not None:
         spec = dict(zip(plan.out, (*out_sharding.spec, *(None,) * len(plan.out))))
-        out_sharding = out_sharding.update(spec=jax.sharding.PartitionSpec(*(spec[label] for label in produced)))
+        out_sharding = out_sharding.update(
+            spec=jax.sharding.PartitionSpec(*(spec[label] for label in produced))
+        )
     out = jax.lax.dot_general(
         lhs, rhs, tuple(zip(*(tuple(tuple(map(side.index, some)) for some in both) for side in labels))),
         precision=plan.precision, preferred_element_type=dtype, out_sharding=out_sharding)
@@ -221,10 +237,12 @@ def _quantized_dot(plan, lhs, rhs, bias, activation_scale, activation_zero_point
         a, b = b, a
     x, own = b if isinstance(b[0], QArray) else a
     stored = dict(zip(own, x.storage_axes()))
-    contracted = sorted(plan.contracted, key=stored.get)  # as they lie in memory, so that no weight is transposed
+    contracted = sorted(plan.contracted, key=stored.get)  # as they lie in memory: no weight is transposed
     sizes = _sizes(plan, lhs, rhs)
     size_of = lambda some: tuple(sizes[label] for label in some)
-    rows, columns = ([label for label in plan.out if label in own and label not in batch] for _, own in (a, b))
+    rows, columns = (
+        [label for label in plan.out if label in own and label not in batch] for _, own in (a, b)
+    )
     k = math.prod(size_of(contracted))
 
     quantized = []
@@ -262,12 +280,17 @@ def _quantized_dot(plan, lhs, rhs, bias, activation_scale, activation_zero_point
     out_sharding, spec = plan.out_sharding, {}
     if out_sharding is not None:
         spec = dict(zip(plan.out, (*out_sharding.spec, *(None,) * len(plan.out))))
-        # Several columns make one axis that can be sharded as the first of them; the rest of the sharding comes after.
+        # Several columns make one axis, sharded as the first of them; the rest of the sharding comes after.
         entries = [spec[label] for label in (*batch, *rows)] + [spec[columns[0]] if columns else None]
         out_sharding = out_sharding.update(spec=jax.sharding.PartitionSpec(*entries))
     out = scaled_mm_p.bind(
-        *_compat.align_varying([a, b, *vectors.values()]), names=tuple(vectors), num_batch=num_batch, out_dtype=out_dtype,
-        fast_accum=a.dtype != jnp.int8 and not _compat.asks_full_precision(plan.precision), out_sharding=out_sharding)
+        *_compat.align_varying([a, b, *vectors.values()]),
+        names=tuple(vectors),
+        num_batch=num_batch,
+        out_dtype=out_dtype,
+        fast_accum=a.dtype != jnp.int8 and not _compat.asks_full_precision(plan.precision),
+        out_sharding=out_sharding,
+    )
     out = out.reshape(*out.shape[:-1], *size_of(columns)) if len(columns) != 1 else out
     if late_bias is not None:
         out = (out + late_bias).astype(plan.out_dtype)
@@ -278,7 +301,7 @@ def _quantized_dot(plan, lhs, rhs, bias, activation_scale, activation_zero_point
 
 
 def _arrange(plan, lhs_is_stored):
-    """Whether rhs becomes a, and the batch labels: such that the kernel writes the output in the order of its labels.
+    """Whether rhs becomes a, and the batch labels, such that the kernel writes the output in its order.
 
     A label of one operand alone can be a batch label too; the other operand is then repeated along it.
     """
@@ -289,7 +312,11 @@ def _arrange(plan, lhs_is_stored):
             a, b = sides[::-1] if flipped else sides
             rest = [label for label in plan.out if label not in batch]
             taken = list(itertools.takewhile(lambda label: label in b, rest)) if repeats else []
-            produced = [*batch, *taken, *(label for side in (a, b) for label in rest if label in side and label not in taken)]
+            produced = [
+                *batch,
+                *taken,
+                *(label for side in (a, b) for label in rest if label in side and label not in taken),
+            ]
             if tuple(produced) == plan.out:
                 return flipped, (*batch, *taken)
     return orders[0], batch
@@ -298,16 +325,22 @@ def _arrange(plan, lhs_is_stored):
 def _quantize_activation(x, contracted, scheme, scale, zero_point):
     per_token = scheme.activation == "per_token" and scale is None
     axis = tuple(range(x.ndim - contracted, x.ndim)) if per_token else None
-    return quantize(x, scheme.dtype, axis=axis, symmetric=scheme.symmetric, scale=scale, zero_point=zero_point)
+    return quantize(
+        x, scheme.dtype, axis=axis, symmetric=scheme.symmetric, scale=scale, zero_point=zero_point
+    )
 
 
 def _leaves_in_order(x, own, order, contracted):
-    """qvalue, scale, zero_point and sums (None where there are none) with their axes in `order`; the latter without
-    the contracted ones, which are the last."""
+    """qvalue, scale, zero_point and sums, None where there are none, with their axes in `order`.
+
+    All but qvalue come without the contracted axes, which are the last.
+    """
     stored = dict(zip(own, x.storage_axes()))
     axes = [stored[label] for label in order if label in stored]
     missing = [axis for axis, label in enumerate(order) if label not in stored]
-    arrange = lambda leaf: jnp.expand_dims(_transposed(leaf, axes), missing) if missing else _transposed(leaf, axes)
+    arrange = lambda leaf: (
+        jnp.expand_dims(_transposed(leaf, axes), missing) if missing else _transposed(leaf, axes)
+    )
     last = tuple(range(len(order) - contracted, len(order)))
     summed = tuple(1 if axis in axes[-contracted:] else size for axis, size in enumerate(x.qvalue.shape))
     sums = x.azp_adj if x.azp_adj is not None and x.azp_adj.shape == summed else None

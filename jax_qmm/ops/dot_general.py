@@ -1,16 +1,17 @@
 """dot_general, einsum and matmul that take a QArray for either operand.
 
-With a QArray on one side, the float operand on the other is quantized as the scheme says, by default symmetrically and
-per token: one scale for all that is contracted. Then the kernel of `scaled_mm` runs. The result has the dtype that the
-product with the dequantized weight would have, unless `preferred_element_type` names another. Weights are best stored with
-the contracted axes last (`quantize(kernel.T).T` for a Flax kernel); stored otherwise they are transposed at each call.
+With a QArray on one side, the float operand on the other is quantized as the scheme says, by default
+symmetrically and per token: one scale for all that is contracted. Then the kernel of `scaled_mm` runs. The
+result has the dtype that the product with the dequantized weight would have, unless `preferred_element_type`
+names another. Weights are best stored with the contracted axes last (`quantize(kernel.T).T` for a Flax
+kernel); stored otherwise they are transposed at each call.
 
-The derivative by a float operand is that of the product with the dequantized QArray: it passes straight through the
-quantizer. QArrays are constants.
+The derivative by a float operand is that of the product with the dequantized QArray: it passes straight
+through the quantizer. QArrays are constants.
 
-Products that the kernels cannot compute (scales that vary along a contracted axis, blocks of `tile_size`, zero points on
-both sides, no contracted axis) are computed in floating point from dequantized operands; see `jax_qmm.ops.contraction`
-for how `explain` sees this.
+Products that the kernels cannot compute (scales that vary along a contracted axis, blocks of `tile_size`,
+zero points on both sides, no contracted axis) are computed in floating point from dequantized operands; see
+`jax_qmm.ops.contraction` for how `explain` sees this.
 """
 
 import jax
@@ -20,8 +21,8 @@ from jax_qmm.ops.contraction import contract
 from jax_qmm.qarray import QArray
 
 
-def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None, *,
-                scheme=None, bias=None):
+def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None,
+                out_sharding=None, *, scheme=None, bias=None):
     """`jax.lax.dot_general` for QArrays; without one it is that function.
 
     Args:
@@ -29,11 +30,12 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
       rhs: likewise.
       dimension_numbers: `((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`, in logical axes.
       precision: `jax.lax.Precision.HIGHEST` accumulates fp8 products in full float32. int8 is always exact.
-      preferred_element_type: float32, bfloat16 or float16; by default the result type of the float operand and the scale
-        of the QArray.
+      preferred_element_type: float32, bfloat16 or float16; by default the result type of the float operand
+        and the scale of the QArray.
       out_sharding: sharding of the result, for Explicit meshes.
       scheme: a `W8A8` for the float operand. By default `W8A8(dtype of the QArray)`.
-      bias: float array that broadcasts against the result, added before the one rounding to the output dtype; or None.
+      bias: float array that broadcasts against the result, added before the one rounding to the output dtype;
+      or None.
 
     Returns:
       Array of shape (batch, rest of lhs, rest of rhs).
@@ -46,29 +48,29 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
     >>> dot_general(jnp.array([[127.0, 64.0]]), w, (((1,), (0,)), ((), ()))).tolist()
     [[16193.0, -8128.0]]
     """
+    options = {"precision": precision, "preferred_element_type": preferred_element_type,
+               "out_sharding": out_sharding}
     if not _any_quantized(lhs, rhs):
-        out = jax.lax.dot_general(lhs, rhs, dimension_numbers, precision=precision,
-                                  preferred_element_type=preferred_element_type, out_sharding=out_sharding)
-        return _plus(out, bias)
+        return _plus(jax.lax.dot_general(lhs, rhs, dimension_numbers, **options), bias)
     shapes = (jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32) for x in (lhs, rhs))
     jax.eval_shape(lambda *args: jax.lax.dot_general(*args, dimension_numbers), *shapes)  # checks the numbers
-    lhs_labels, rhs_labels = (list(range(start, start + jnp.ndim(x))) for start, x in ((0, lhs), (jnp.ndim(lhs), rhs)))
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    for left, right in (*zip(lhs_contract, rhs_contract), *zip(lhs_batch, rhs_batch)):
-        rhs_labels[right] = lhs_labels[left]
-    batch = [lhs_labels[axis] for axis in lhs_batch]
-    out = batch + [label for own, other in ((lhs_labels, rhs_labels), (rhs_labels, lhs_labels))
-                   for label in own if label not in other]
-    return contract(lhs, rhs, (lhs_labels, rhs_labels, out), names=("lhs", "rhs"), precision=precision,
-                    preferred_element_type=preferred_element_type, out_sharding=out_sharding, scheme=scheme, bias=bias)
+    left = list(range(jnp.ndim(lhs)))
+    right = list(range(len(left), len(left) + jnp.ndim(rhs)))
+    contracted, batch = dimension_numbers
+    for lhs_axis, rhs_axis in (*zip(*contracted), *zip(*batch)):
+        right[rhs_axis] = left[lhs_axis]
+    out = [left[axis] for axis in batch[0]]
+    out += [label for label in left if label not in right] + [label for label in right if label not in left]
+    return contract(lhs, rhs, (left, right, out), names=("lhs", "rhs"), scheme=scheme, bias=bias, **options)
 
 
-def einsum(subscripts, *operands, precision=None, preferred_element_type=None, out_sharding=None, scheme=None, bias=None):
+def einsum(subscripts, *operands, precision=None, preferred_element_type=None, out_sharding=None, scheme=None,
+           bias=None):
     """`jax.numpy.einsum` of two operands for QArrays; without one it is that function.
 
     Args:
-      subscripts: as in `jax.numpy.einsum`, with `...` and without `->` too. With a QArray no letter may come twice in one
-        term, and a letter of one term alone must be in the output.
+      subscripts: as in `jax.numpy.einsum`, with `...` and without `->` too. With a QArray no letter may come
+        twice in one term, and a letter of one term alone must be in the output.
       operands: with a QArray among them exactly two.
       precision, preferred_element_type, out_sharding, scheme, bias: as in `dot_general`.
 
@@ -83,17 +85,16 @@ def einsum(subscripts, *operands, precision=None, preferred_element_type=None, o
     >>> einsum("btf,hdf->bthd", jnp.ones((1, 5, 4)), w).shape
     (1, 5, 3, 2)
     """
+    options = {"precision": precision, "preferred_element_type": preferred_element_type,
+               "out_sharding": out_sharding}
     if not _any_quantized(*operands):
-        out = jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=preferred_element_type,
-                         out_sharding=out_sharding)
-        return _plus(out, bias)
+        return _plus(jnp.einsum(subscripts, *operands, **options), bias)
     if not isinstance(subscripts, str):
         raise ValueError("einsum with a QArray needs its subscripts as a string")
     if len(operands) != 2:
         raise ValueError(f"einsum with a QArray needs 2 operands, got {len(operands)}")
     labels = _einsum_labels(subscripts, *map(jnp.shape, operands))
-    return contract(*operands, labels, names=("operand 0", "operand 1"), precision=precision,
-                    preferred_element_type=preferred_element_type, out_sharding=out_sharding, scheme=scheme, bias=bias)
+    return contract(*operands, labels, names=("operand 0", "operand 1"), scheme=scheme, bias=bias, **options)
 
 
 def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=None, scheme=None, bias=None):
@@ -114,18 +115,17 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
     >>> matmul(jnp.ones((5, 1, 4)), quantize(jnp.ones((3, 4))).T).shape
     (5, 1, 3)
     """
+    options = {"precision": precision, "preferred_element_type": preferred_element_type,
+               "out_sharding": out_sharding}
     if not _any_quantized(a, b):
-        out = jnp.matmul(a, b, precision=precision, preferred_element_type=preferred_element_type,
-                         out_sharding=out_sharding)
-        return _plus(out, bias)
+        return _plus(jnp.matmul(a, b, **options), bias)
     for name, x in (("a", a), ("b", b)):
         if jnp.ndim(x) == 0:
             raise ValueError(f"{name} has rank 0, needs 1 or more")
     left, right = ("k" if jnp.ndim(x) == 1 else term for x, term in ((a, "...mk"), (b, "...kn")))
     out = "..." + left[3:-1] + right[4:]
     labels = _einsum_labels(f"{left},{right}->{out}", jnp.shape(a), jnp.shape(b))
-    return contract(a, b, labels, names=("a", "b"), precision=precision, preferred_element_type=preferred_element_type,
-                    out_sharding=out_sharding, scheme=scheme, bias=bias)
+    return contract(a, b, labels, names=("a", "b"), scheme=scheme, bias=bias, **options)
 
 
 def _any_quantized(*operands):
@@ -138,6 +138,7 @@ def _plus(out, bias):
 
 def _einsum_labels(subscripts, *shapes):
     """Labels of both operands and the output: letters, and negative numbers for what `...` stands for."""
+
     def fail(why):
         raise ValueError(f"einsum({subscripts!r}) with operands of shapes {shapes[0]} and {shapes[1]}: {why}")
 
@@ -164,11 +165,12 @@ def _einsum_labels(subscripts, *shapes):
         out = (*dotted, *letters)
     if len(set(out)) != len(out) or not set(out) <= {*left, *right}:
         fail(f"the output {result!r} repeats a letter or has one of neither operand")
+    spell = lambda label: "'...'" if isinstance(label, int) else repr(label)
     for label in ({*left} ^ {*right} | {*dotted}) - {*out}:
-        fail(f"{'...' if isinstance(label, int) else label!r} is summed in one operand alone, which a QArray does not support")
+        fail(f"{spell(label)} is summed in one operand alone, which a QArray does not support")
     sizes = dict(zip(left, shapes[0]))
     for label, size in zip(right, shapes[1]):
         other = sizes.get(label, size)
         if other != size and not (isinstance(label, int) and 1 in (size, other)):
-            fail(f"{'...' if isinstance(label, int) else label!r} has sizes {other} and {size}")
+            fail(f"{spell(label)} has sizes {other} and {size}")
     return left, right, out

@@ -21,13 +21,13 @@ from jax_qmm.schemes import check_qtype
 def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scale=None, zero_point=None):
     """Quantizes `x` to 8 bits: round half to even, saturate.
 
-    int8 symmetric: `scale = absmax / 127`. int8 asymmetric: `scale = (max - min) / 255` over a range that includes 0,
-    which the zero point then represents exactly. float8_e4m3fn: `scale = absmax / 448`. The arithmetic is float32. A row
-    of zeros gives zeros. NaN and inf stay visible: a dynamic scale becomes NaN or inf, and so does the dequantized row.
-    Gradients are stopped: the derivative by `x` is zero.
+    int8 symmetric: `scale = absmax / 127`. int8 asymmetric: `scale = (max - min) / 255` over a range that
+    includes 0, which the zero point then represents exactly. float8_e4m3fn: `scale = absmax / 448`. The
+    arithmetic is float32. A row of zeros gives zeros. NaN and inf stay visible: a dynamic scale becomes NaN
+    or inf, and so does the dequantized row. Gradients are stopped: the derivative by `x` is zero.
 
-    The GPU kernels serve scales shared over trailing axes (any `tile_size` on the last axis too); other axes run as
-    plain JAX.
+    The GPU kernels serve scales shared over trailing axes (any `tile_size` on the last axis too); other axes
+    run as plain JAX.
 
     Args:
       x: float32, bfloat16 or float16 array, rank 1 or more.
@@ -35,12 +35,13 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
       axis: the axis or axes that share a scale: -1 for one scale per row, None (all) for one per tensor.
       tile_size: with a single `axis`, splits it into blocks of this many elements with a scale each.
       symmetric: False adds an int8 zero point.
-      scale: static scale, a float array of shape () or broadcastable to the shape of the scale that is returned.
+      scale: static scale, a float array of shape () or broadcastable to the shape of the scale that is
+      returned.
       zero_point: static zero point, int, shapes as for `scale`; for int8 and with `scale` only.
 
     Returns:
-      A `QArray` of x's shape and order. Its scale is float32 with x's rank: 1 on the shared axes, the number of blocks
-      on a tiled one. Its zero point is int32 of the same shape, or None when symmetric.
+      A `QArray` of x's shape and order. Its scale is float32 with x's rank: 1 on the shared axes, the number
+      of blocks on a tiled one. Its zero point is int32 of the same shape, or None when symmetric.
 
     Raises:
       TypeError, ValueError: for an argument that does not fit; the message names it.
@@ -55,7 +56,9 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
     qtype = check_qtype("qtype", qtype)
     axes = _check_axis(axis, x.ndim)
     if qtype != jnp.int8 and not (symmetric and zero_point is None):
-        raise ValueError(f"{'zero_point' if symmetric else 'symmetric=False'} was given with qtype {qtype}, needs int8")
+        raise ValueError(
+            f"{'zero_point' if symmetric else 'symmetric=False'} was given with qtype {qtype}, needs int8"
+        )
     if scale is None and zero_point is not None:
         raise ValueError("zero_point was given without scale")
     if scale is not None and zero_point is None and not symmetric:
@@ -112,7 +115,9 @@ def _check_tile_size(tile_size, tiled, shape):
     if tiled is None:
         raise ValueError("tile_size needs a single axis")
     if not isinstance(tile_size, (int, np.integer)) or tile_size < 1 or shape[tiled] % tile_size != 0:
-        raise ValueError(f"tile_size is {tile_size}, needs a divisor of {shape[tiled]}, the size of axis {tiled}")
+        raise ValueError(
+            f"tile_size is {tile_size}, needs a divisor of {shape[tiled]}, the size of axis {tiled}"
+        )
     return shape[tiled] // tile_size
 
 
@@ -131,16 +136,17 @@ def _check_parameter(name, value, shape):
     return jnp.broadcast_to(value, shape)
 
 
-# Operands of the primitives: x, and for the static one a scale and perhaps a zero point of x's rank, each dimension 1 or x's.
-quantize_dynamic_p = Primitive("quantize_dynamic")  # parameters: qtype, axes (sorted, not negative), symmetric
-quantize_static_p = Primitive("quantize_static")  # parameter: qtype
+# Operands of the primitives: x, and for the static one a scale and perhaps a zero point, of x's rank and in
+# each dimension 1 or x's. Parameters: qtype; for the dynamic one also axes (sorted, not negative), symmetric.
+quantize_dynamic_p = Primitive("quantize_dynamic")
+quantize_static_p = Primitive("quantize_static")
 for _primitive in (quantize_dynamic_p, quantize_static_p):
     _primitive.multiple_results = True
     _compat.define_impl(_primitive)
 
 
 def rows_and_columns(shape, scale_shape, dynamic):
-    """The (R, C) that the kernels see, one scale per row of C (or one in all); None for scales that vary otherwise.
+    """The (R, C) that the kernels see, one scale per row or one in all; None for scales of another layout.
 
     `explain` reads this too: where it is None, plain JAX runs on every platform.
 
@@ -211,7 +217,7 @@ def _static_kernel(x, scale, zero_point=None, *, qtype):
         return _static_reference(x, scale, zero_point, qtype=qtype)
     varies = [axis for axis, size in enumerate(scale.shape) if size != 1]
     per_row = x.shape[:varies[-1] + 1] + (1,) * (x.ndim - varies[-1] - 1) if varies else scale.shape
-    as_column = lambda parameter: jnp.broadcast_to(parameter, per_row).reshape(-1 if not varies else layout[0], 1)
+    as_column = lambda parameter: jnp.broadcast_to(parameter, per_row).reshape(layout[0] if varies else 1, 1)
     zero_point = jnp.zeros((0, 0), jnp.int32) if zero_point is None else as_column(zero_point)
     call = jax.ffi.ffi_call("jax_qmm_quantize_static", jax.ShapeDtypeStruct(layout, qtype))
     return [call(x.reshape(layout), as_column(scale), zero_point).reshape(x.shape)]
@@ -222,7 +228,9 @@ def _kernel_layout(shape, scale_shape, dynamic):
         return None
     layout = rows_and_columns(shape, scale_shape, dynamic)
     if layout is None:
-        _ffi.note_fallback("quantize", f"scales of shape {scale_shape} for an array {shape} are not one per row")
+        _ffi.note_fallback(
+            "quantize", f"scales of shape {scale_shape} for an array {shape} are not one per row"
+        )
     return layout
 
 
@@ -244,16 +252,18 @@ batching.primitive_batchers[quantize_dynamic_p] = _dynamic_batched
 batching.primitive_batchers[quantize_static_p] = _static_batched
 
 
-# Sharding. Scales shared over a sharded axis come from one all-reduce of the extrema; nothing else is exchanged.
+# Sharding: scales shared over a sharded axis come from one all-reduce of the extrema.
+
+
 def _partitioned_dynamic(dynamic, static, **params):
     axes, symmetric, qtype = params["axes"], params["symmetric"], params["qtype"]
     whole = custom_partitioning(lambda x: dynamic(x, **params))
 
-    def local(x, mesh_axes):
+    def local(mesh_axes, x):
         x32 = x.astype(jnp.float32)
         extremum = functools.partial(jnp.max, axis=axes, keepdims=True, initial=0.0)
         extrema = jnp.stack([extremum(jnp.abs(x32))] if symmetric else [extremum(x32), extremum(-x32)], -1)
-        # Floats that are not negative order like their bits, and NaN comes out on top whatever the all-reduce does.
+        # Floats that are not negative order like their bits, NaN on top; an all-reduce of floats may drop it.
         bits = jax.lax.bitcast_convert_type(jnp.abs(extrema), jnp.int32)
         extrema = jax.lax.bitcast_convert_type(jax.lax.pmax(bits, mesh_axes), jnp.float32)
         if not symmetric:
@@ -267,7 +277,7 @@ def _partitioned_dynamic(dynamic, static, **params):
         mesh_axes = tuple(name for axis in axes for name in _names(spec[axis]))
         reduced = tuple(None if axis in axes else names for axis, names in enumerate(spec))
         x, scale = (NamedSharding(mesh, PartitionSpec(*s)) for s in (spec, reduced))
-        lower = functools.partial(local, mesh_axes=mesh_axes) if mesh_axes else functools.partial(dynamic, **params)
+        lower = functools.partial(*((local, mesh_axes) if mesh_axes else (whole.fun,)))
         return mesh, _without_mesh(lower), [x] + [scale] * (len(results) - 1), (x,)
 
     def rule(mesh, operands, results):
@@ -315,7 +325,7 @@ def _spec(mesh, operand):
 
 
 def _factors(shape, *parameter_shapes):
-    """Factors of a sharding rule: one for each axis of x; parameters share it or have one of their own of size 1."""
+    """Factors of a sharding rule: one for each axis of x; a parameter of 1 there has a factor of its own."""
     letters = iter(string.ascii_letters)
     factors = [next(letters) for _ in shape]
     return [" ".join(factors)] + [
@@ -327,7 +337,10 @@ def _factors(shape, *parameter_shapes):
 def _register_lowerings(primitive, partitioned, kernels, references, index):
     def lower(ctx, *operands, functions, **params):
         mesh_ctx = find_mesh(ctx)
-        function = functools.partial(functions[index], **params) if mesh_ctx is None else partitioned(*functions, **params)
+        if mesh_ctx is None:
+            function = functools.partial(functions[index], **params)
+        else:
+            function = partitioned(*functions, **params)
         out = mlir.lower_fun(function)(_compat.without_shardings(mesh_ctx or ctx), *operands)
         return [_compat.lower_with_sharding_in_types(ctx, *pair) for pair in zip(out, ctx.avals_out)]
 

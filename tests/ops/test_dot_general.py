@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jax_qmm
-from jax_qmm import QArray, W8A8, _ffi
+from jax_qmm import W8A8, QArray, _ffi
 from jax_qmm.ops.contraction import DEQUANTIZED, dequantized_reason
 
 E4M3 = jnp.dtype(ml_dtypes.float8_e4m3fn)
@@ -23,7 +22,9 @@ SCHEMES = {
     "static_asymmetric": W8A8(symmetric=False, activation_scale=0.03, activation_zero_point=-20),
     "fp8": W8A8(E4M3),
 }
-schemes = pytest.mark.parametrize("scheme", [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()])
+schemes = pytest.mark.parametrize(
+    "scheme", [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
+)
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -31,7 +32,7 @@ def normal(*shape, seed=0, dtype=np.float32):
 
 
 def stored(w, contracted, order=None, qtype=jnp.int8):
-    """Quantizes `w` over its axes `contracted` and stores it with its axes in `order`, by default those last."""
+    """Quantizes `w` over its axes `contracted` and stores its axes in `order`, by default with those last."""
     contracted = [axis % w.ndim for axis in contracted]
     order = order or [axis for axis in range(w.ndim) if axis not in contracted] + contracted
     q = jax_qmm.quantize(w.transpose(order), qtype, axis=tuple(order.index(axis) for axis in contracted))
@@ -40,16 +41,22 @@ def stored(w, contracted, order=None, qtype=jnp.int8):
 
 def activation(x, scheme, contracted):
     axis = contracted if scheme.activation == "per_token" and scheme.activation_scale is None else None
-    return jax_qmm.quantize(x, scheme.dtype, axis=axis, symmetric=scheme.symmetric, scale=scheme.activation_scale,
-                            zero_point=scheme.activation_zero_point)
+    return jax_qmm.quantize(
+        x,
+        scheme.dtype,
+        axis=axis,
+        symmetric=scheme.symmetric,
+        scale=scheme.activation_scale,
+        zero_point=scheme.activation_zero_point,
+    )
 
 
 def exact(q):
-    """The values that a QArray stands for, in float64."""
-    values = QArray(q.qvalue, jnp.ones_like(q.scale), q.zero_point).dequantize()
-    spread = QArray(jnp.ones_like(q.qvalue), q.scale).dequantize()
-    product = np.asarray(values, np.float64) * np.asarray(spread, np.float64)
-    return product.transpose(q.storage_axes())
+    """The values that a QArray without blocks stands for, in float64."""
+    qvalue, scale, zero_point = (
+        np.asarray(0 if v is None else v, np.float64) for v in (q.qvalue, q.scale, q.zero_point)
+    )
+    return ((qvalue - zero_point) * scale).transpose(q.storage_axes())
 
 
 def contracted_axes(equation, ndims):
@@ -81,10 +88,11 @@ def problems(draw):
         x = jnp.asarray(rng.normal(size=[sizes[label] for label in labels]), jnp.float32)
         order = [int(axis) for axis in rng.permutation(len(labels))]
         operands.append((x, order if side == sides or sides == "both" else None))
-    return "".join(lhs) + "," + "".join(rhs) + "->" + "".join(out), operands, draw(st.sampled_from(list(SCHEMES)))
+    equation = "".join([*lhs, ",", *rhs, "->", *out])
+    return equation, operands, draw(st.sampled_from(list(SCHEMES)))
 
 
-@hypothesis.settings(max_examples=16)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(problems())
 def test_einsum_is_the_exact_product_of_what_the_operands_quantize_to(problem):
     equation, operands, name = problem
@@ -112,18 +120,23 @@ def test_differs_from_the_dequantized_product_by_the_rounding_of_the_activations
         step = np.maximum(np.abs(x) * 2.0**-4, np.asarray(q.scale) * 2.0**-10)  # half an ulp of 3 bits
     else:
         step = np.asarray(q.scale, np.float64) * (0.5 if scheme.symmetric else 1.0) * np.ones(64)
-        step = np.maximum(step, np.abs(np.asarray(x) - np.asarray(q.dequantize()))) if scheme.activation_scale else step
+        if scheme.activation_scale is not None:  # which may be too small for some
+            step = np.maximum(step, np.abs(np.asarray(x) - np.asarray(q.dequantize())))
     bound = step.astype(np.float64) @ np.abs(dense) + 2.0**-18 * np.abs(np.asarray(x)) @ np.abs(dense)
     error = np.abs(got - np.asarray(x, np.float64) @ dense)
     assert (error <= bound).all()
     assert error.max() > 0  # something was quantized
 
 
-@pytest.mark.parametrize("scheme, dtype", zip(SCHEMES.values(), [jnp.float32, jnp.bfloat16, jnp.float16] * 2), ids=str)
+@pytest.mark.parametrize(
+    "scheme, dtype", zip(SCHEMES.values(), [jnp.float32, jnp.bfloat16, jnp.float16] * 2), ids=str
+)
 def test_is_scaled_mm_bit_for_bit(scheme, dtype):
     x, w = normal(7, 64, dtype=dtype), stored(normal(64, 24, seed=1), (0,), qtype=scheme.dtype)
     bias = normal(24, seed=2)
-    got = jax_qmm.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=dtype, scheme=scheme, bias=bias)
+    got = jax_qmm.dot_general(
+        x, w, (((1,), (0,)), ((), ())), preferred_element_type=dtype, scheme=scheme, bias=bias
+    )
     q = activation(x, scheme, (1,))
     scales = q.scale.reshape(()) if q.scale.size == 1 else q.scale[:, 0], w.scale[:, 0]
     if q.zero_point is None:
@@ -159,7 +172,9 @@ def test_sums_kept_with_the_weight_replace_those_of_each_call():
 def test_dot_general_has_the_shape_and_value_of_lax(dims, lhs, rhs, weight):
     contract, batch = dims[:2], dims[2:] or ((), ())
     operands = [normal(*lhs), normal(*rhs, seed=1)]
-    given = [stored(x, axes) if side == weight else x for x, side, axes in zip(operands, ("lhs", "rhs"), contract)]
+    given = [
+        stored(x, axes) if side == weight else x for x, side, axes in zip(operands, ("lhs", "rhs"), contract)
+    ]
     dense = [x.dequantize() if isinstance(x, QArray) else x for x in given]
     got = jax.jit(lambda *args: jax_qmm.dot_general(*args, (contract, batch)))(*given)
     want = jax.lax.dot_general(*dense, (contract, batch))
@@ -167,23 +182,23 @@ def test_dot_general_has_the_shape_and_value_of_lax(dims, lhs, rhs, weight):
     np.testing.assert_allclose(got, want, atol=0.1)
 
 
-@pytest.mark.parametrize("equation, lhs, rhs", [
-    ("...k,kn->...n", (2, 3, 8), (8, 5)),
-    ("...k,kn", (2, 3, 8), (8, 5)),
-    ("bk , kn", (3, 8), (8, 5)),
-    ("...ij,...jk->...ik", (2, 1, 3, 8), (2, 4, 8, 5)),
-    ("...ij,...jk", (4, 3, 8), (8, 5)),
-    ("mk,ekn->emn", (3, 8), (2, 8, 5)),
-    ("btf,fhd->bthd", (2, 3, 8), (8, 4, 2)),
-    ("bthd,hdf->btf", (2, 3, 4, 2), (4, 2, 8)),
-    ("bqhd,bkhd->bhqk", (2, 3, 4, 8), (2, 5, 4, 8)),
-    ("k,k->", (8,), (8,)),
+@pytest.mark.parametrize("equation, implied, lhs, rhs, weight", [
+    ("...k,kn->...n", "", (2, 3, 8), (8, 5), "rhs"),
+    ("...k,kn", "->...n", (2, 3, 8), (8, 5), "rhs"),
+    ("bk , kn", "->bn", (3, 8), (8, 5), "lhs"),
+    ("...ij,...jk->...ik", "", (2, 1, 3, 8), (2, 4, 8, 5), "lhs"),
+    ("...ij,...jk->...ik", "", (2, 1, 3, 8), (2, 4, 8, 5), "rhs"),
+    ("...ij,...jk", "->...ik", (4, 3, 8), (8, 5), "rhs"),
+    ("mk,ekn->emn", "", (3, 8), (2, 8, 5), "rhs"),
+    ("btf,fhd->bthd", "", (2, 3, 8), (8, 4, 2), "rhs"),
+    ("bthd,hdf->btf", "", (2, 3, 4, 2), (4, 2, 8), "rhs"),
+    ("bqhd,bkhd->bhqk", "", (2, 3, 4, 8), (2, 5, 4, 8), "rhs"),
+    ("kn,...k->...n", "", (8, 5), (2, 3, 8), "lhs"),
+    ("k,k->", "", (8,), (8,), "lhs"),
 ])
-@pytest.mark.parametrize("weight", ["lhs", "rhs"])
-def test_einsum_has_the_shape_and_value_of_jnp(equation, lhs, rhs, weight):
+def test_einsum_has_the_shape_and_value_of_jnp(equation, implied, lhs, rhs, weight):
     operands = [normal(*lhs), normal(*rhs, seed=1)]
-    explicit = equation if "->" in equation else equation + {"bk , kn": "->bn", "...k,kn": "->...n"}.get(equation, "->...ik")
-    axes = contracted_axes(explicit.replace(" ", ""), (len(lhs), len(rhs)))
+    axes = contracted_axes((equation + implied).replace(" ", ""), (len(lhs), len(rhs)))
     given = [stored(x, a) if side == weight else x for x, side, a in zip(operands, ("lhs", "rhs"), axes)]
     dense = [x.dequantize() if isinstance(x, QArray) else x for x in given]
     got, want = jax.jit(functools.partial(jax_qmm.einsum, equation))(*given), jnp.einsum(equation, *dense)
@@ -191,8 +206,20 @@ def test_einsum_has_the_shape_and_value_of_jnp(equation, lhs, rhs, weight):
     np.testing.assert_allclose(got, want, atol=0.1)
 
 
-@pytest.mark.parametrize("a, b", [((8,), (8,)), ((8,), (8, 5)), ((3, 8), (8,)), ((2, 3, 8), (8, 5)), ((3, 8), (2, 8, 5)),
-                                  ((2, 3, 8), (2, 8, 5)), ((4, 1, 3, 8), (2, 8, 5)), ((8,), (2, 8, 5)), ((2, 3, 8), (8,))])
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        ((8,), (8,)),
+        ((8,), (8, 5)),
+        ((3, 8), (8,)),
+        ((2, 3, 8), (8, 5)),
+        ((3, 8), (2, 8, 5)),
+        ((2, 3, 8), (2, 8, 5)),
+        ((4, 1, 3, 8), (2, 8, 5)),
+        ((8,), (2, 8, 5)),
+        ((2, 3, 8), (8,)),
+    ],
+)
 def test_matmul_has_the_shape_and_value_of_jnp(a, b):
     x, w = normal(*a), stored(normal(*b, seed=1), (-2 if len(b) > 1 else -1,))
     got, want = jax.jit(jax_qmm.matmul)(x, w), jnp.matmul(x, w.dequantize())
@@ -213,7 +240,9 @@ def test_the_output_dtype_is_that_of_the_dequantized_product():
 def test_without_a_qarray_it_is_jax():
     x, w, bias = normal(3, 8), normal(8, 5, seed=1), normal(5)
     dims = (((1,), (0,)), ((), ()))
-    np.testing.assert_array_equal(jax_qmm.dot_general(x, w, dims, None, jnp.float32, None), jax.lax.dot_general(x, w, dims))
+    np.testing.assert_array_equal(
+        jax_qmm.dot_general(x, w, dims, None, jnp.float32, None), jax.lax.dot_general(x, w, dims)
+    )
     np.testing.assert_array_equal(jax_qmm.matmul(x, w, bias=bias), jnp.matmul(x, w) + bias)
     np.testing.assert_array_equal(jax_qmm.einsum("ab,bc,cd", x, w, w.T), jnp.einsum("ab,bc,cd", x, w, w.T))
 
@@ -224,110 +253,37 @@ def test_bias_broadcasts_and_is_added_before_the_rounding(shape):
     call = functools.partial(jax_qmm.einsum, "btk,khd->bthd", x, w)
     want = (call() + bias).astype(jnp.bfloat16)
     got = call(bias=bias, preferred_element_type=jnp.bfloat16)
-    # The kernel's fma rounds once where `call() + bias` rounds twice: a tie in bfloat16 may fall to the other side.
+    # The kernel's fma rounds once where `call() + bias` rounds twice: a tie in bfloat16 may fall to the other
+    # side.
     np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=2.0**-7)
     assert (got != want).mean() < 0.02
-
-
-# Differentiation
-
-
-@pytest.mark.parametrize("name, weight", [("int8", "lhs"), ("int8", "rhs"), ("asymmetric", "rhs"), ("fp8", "rhs")])
-def test_the_derivative_is_that_of_the_dequantized_product(name, weight):
-    scheme = SCHEMES[name]
-    x, w = normal(2, 5, 16), stored(normal(16, 4, 3, seed=1), (0,), qtype=scheme.dtype)
-    bias = normal(4, 3, seed=2)
-    dims = (((2,), (0,)), ((), ())) if weight == "rhs" else (((0,), (2,)), ((), ()))
-    sides = lambda x, w: (x, w) if weight == "rhs" else (w, x)
-    ours = lambda x: jax_qmm.dot_general(*sides(x, w), dims, scheme=scheme)
-    theirs = lambda x: jax.lax.dot_general(*sides(x, w.dequantize()), dims)
-    ct = normal(*theirs(x).shape, seed=3)
-    np.testing.assert_array_equal(jax.vjp(ours, x)[1](ct)[0], jax.vjp(theirs, x)[1](ct)[0])
-    dx = normal(*x.shape, seed=4)
-    out, tangent = jax.jvp(ours, (x,), (dx,))
-    np.testing.assert_array_equal(out, ours(x))
-    np.testing.assert_array_equal(tangent, theirs(dx))
-    if weight == "rhs":
-        ours = lambda x, bias: jnp.vdot(jax_qmm.dot_general(x, w, dims, scheme=scheme, bias=bias), ct)
-        grads = jax.jit(jax.grad(jax.checkpoint(ours), (0, 1)))(x, bias)
-        theirs = jax.grad(lambda x, bias: jnp.vdot(jax.lax.dot_general(x, w.dequantize(), dims) + bias, ct), (0, 1))(x, bias)
-        for got, want in zip(grads, theirs):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # compiled as one, XLA sums in another order
-
-
-def test_weights_are_constants():
-    x, w = normal(5, 16), stored(normal(16, 4, seed=1), (0,))
-    loss = lambda scale: jax_qmm.matmul(x, QArray(w.qvalue, scale).T).sum()
-    assert not jax.grad(loss)(w.scale).any()
-    both = lambda scale: jax_qmm.matmul(jax_qmm.quantize(x), QArray(w.qvalue, scale).T).sum()
-    assert not jax.grad(both)(w.scale).any()
-
-
-def test_the_backward_pass_waits_with_the_8_bit_weight():
-    x, w = normal(5, 64), stored(normal(64, 32, seed=1), (0,))
-    _, vjp = jax.vjp(lambda x: jax_qmm.matmul(x, w), x)
-    kept = [leaf.dtype for leaf in jax.tree.leaves(vjp) if leaf.size >= w.size]
-    assert set(kept) == {jnp.dtype(jnp.int8)}
-
-
-def test_the_derivative_composes_with_vmap_and_scan():
-    x, stack = normal(3, 5, 16), stored(normal(3, 16, 16, seed=1), (1,))
-    dense = stack.dequantize()
-    loss = lambda x, w: jax_qmm.matmul(x, w).sum()
-    got = jax.vmap(jax.grad(loss))(x, stack)
-    np.testing.assert_allclose(got, jnp.broadcast_to(dense.sum(-1)[:, None], got.shape), rtol=1e-5)
-
-    def chain(x):
-        return jax.lax.scan(lambda x, w: (jax_qmm.matmul(x, w), None), x, stack)[0]
-
-    straight = dense[0] @ dense[1] @ dense[2]
-    got = jax.grad(lambda x: chain(x).sum())(x[0])
-    np.testing.assert_allclose(got, jnp.broadcast_to(straight.sum(-1), got.shape), rtol=1e-4, atol=1e-4)
-
-
-# Transformations
-
-
-def test_vmap_over_any_operand():
-    x, stack = normal(3, 5, 16), stored(normal(3, 16, 8, seed=1), (1,))
-    one = lambda i: jax.tree.map(lambda leaf: leaf[i], stack)
-    for scheme in (W8A8(), W8A8(symmetric=False)):
-        call = functools.partial(jax_qmm.matmul, scheme=scheme)
-        for dims in ((0, 0), (0, None), (None, 0)):
-            args = x if dims[0] == 0 else x[0], stack if dims[1] == 0 else one(0)
-            want = [call(x[i] if dims[0] == 0 else x[0], one(i if dims[1] == 0 else 0)) for i in range(3)]
-            np.testing.assert_array_equal(jax.vmap(call, dims)(*args), np.stack(want))
-
-
-def test_the_static_scale_of_a_scheme_can_be_traced_and_mapped():
-    x, w = normal(3, 5, 16), stored(normal(16, 8, seed=1), (0,))
-    call = lambda x, scale: jax_qmm.matmul(x, w, scheme=W8A8(activation_scale=scale))
-    scales = jnp.array([0.01, 0.02, 0.03])
-    want = np.stack([call(*args) for args in zip(x, scales)])
-    np.testing.assert_array_equal(jax.jit(jax.vmap(call))(x, scales), want)
-    assert jax.grad(lambda scale: call(x[0], scale).sum())(0.1) == 0
-
-
-def test_exports_with_a_symbolic_dimension():
-    w = stored(normal(16, 4, 2, seed=1), (0,))
-    (m,) = jax.export.symbolic_shape("m")
-    f = jax.jit(lambda x, w: jax_qmm.einsum("mk,khd->mhd", x, w, scheme=W8A8(symmetric=False)))
-    exported = jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=jax_qmm.export_disabled_checks())(
-        jax.ShapeDtypeStruct((m, 16), jnp.float32), w)
-    x = normal(5, 16)
-    np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(x, w), f(x, w))
 
 
 # Dequantized products
 
 
-@pytest.mark.parametrize("reason, make", {
-    "no_contraction": lambda: ("k,n->kn", jax_qmm.quantize(normal(8)), normal(5)),
-    "two_dtypes": lambda: ("mk,kn->mn", jax_qmm.quantize(normal(5, 8)), stored(normal(8, 6), (0,), qtype=E4M3)),
-    "blocks": lambda: ("mk,nk->mn", normal(5, 8), jax_qmm.quantize(normal(6, 8), tile_size=4)),
-    "scales_along_contraction": lambda: ("mk,kn->mn", normal(5, 8), jax_qmm.quantize(normal(8, 6), axis=1)),
-    "two_zero_points": lambda: ("mk,nk->mn", *(jax_qmm.quantize(normal(n, 8), symmetric=False) for n in (5, 6))),
-}.items(), ids=DEQUANTIZED)
+@pytest.mark.parametrize(
+    "reason, make",
+    {
+        "no_contraction": lambda: ("k,n->kn", jax_qmm.quantize(normal(8)), normal(5)),
+        "two_dtypes": lambda: (
+            "mk,kn->mn",
+            jax_qmm.quantize(normal(5, 8)),
+            stored(normal(8, 6), (0,), qtype=E4M3),
+        ),
+        "blocks": lambda: ("mk,nk->mn", normal(5, 8), jax_qmm.quantize(normal(6, 8), tile_size=4)),
+        "scales_along_contraction": lambda: (
+            "mk,kn->mn",
+            normal(5, 8),
+            jax_qmm.quantize(normal(8, 6), axis=1),
+        ),
+        "two_zero_points": lambda: (
+            "mk,nk->mn",
+            *(jax_qmm.quantize(normal(n, 8), symmetric=False) for n in (5, 6)),
+        ),
+    }.items(),
+    ids=DEQUANTIZED,
+)
 def test_what_the_kernels_cannot_do_is_dequantized_and_says_so(reason, make, monkeypatch):
     equation, *operands = make()
     call = functools.partial(jax_qmm.einsum, equation)
@@ -352,56 +308,9 @@ def test_one_zero_point_is_enough_for_the_kernel_on_either_side():
     x, w = normal(5, 8), jax_qmm.quantize(normal(6, 8, seed=1), symmetric=False)
     for equation, operands in (("mk,nk->mn", (x, w)), ("nk,mk->nm", (w, x))):
         quantized = [q if isinstance(q, QArray) else jax_qmm.quantize(q) for q in operands]
-        assert_close_to_exact(jax_qmm.einsum(equation, *operands), np.einsum(equation, *map(exact, quantized)))
-
-
-# Sharding
-
-
-@pytest.mark.parametrize("kind, scheme", [(AxisType.Auto, W8A8(symmetric=False)), (AxisType.Explicit, W8A8())], ids=str)
-@pytest.mark.parametrize("equation, x_spec, w_spec, out_spec, expected", [
-    ("btk,kn->btn", P("x"), P(), P("x"), []),
-    ("btk,kn->btn", P(), P(None, "y"), P(None, None, "y"), []),
-    ("btk,kn->btn", P("x"), P(None, "y"), P("x", None, "y"), []),
-    ("btk,khd->bthd", P("x"), P(None, "y"), P("x", None, "y"), []),
-    ("bthd,hdf->btf", P("x", None, "y"), P("y"), P("x"), ["all-reduce"] * 2),
-    ("btk,kn->btn", P("x", None, "y"), P("y"), P("x"), ["all-reduce"] * 2),
-])
-def test_sharded_products_gather_nothing(kind, scheme, equation, x_spec, w_spec, out_spec, expected):
-    shapes = {"b": 8, "t": 3, "k": 16, "n": 8, "h": 4, "d": 4, "f": 8}
-    lhs, rhs = equation.split("->")[0].split(",")
-    x, dense = (normal(*(shapes[c] for c in term), seed=i) for i, term in enumerate((lhs, rhs)))
-    contracted = contracted_axes(equation, (x.ndim, dense.ndim))[1]
-    w = stored(dense, contracted).with_azp_adj(contracted)
-    want = jax.jit(functools.partial(jax_qmm.einsum, equation, scheme=scheme))(x, w)
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
-
-    def place(leaf):  # the leaves of w are stored in another order than w's
-        spec = [dict(enumerate(w_spec)).get(axis) for axis in np.argsort(w.storage_axes())]
-        return jax.device_put(leaf, NamedSharding(mesh, P(*(s if n > 1 else None for s, n in zip(spec, leaf.shape)))))
-
-    explicit = kind is AxisType.Explicit
-    with jax.set_mesh(mesh):
-        args = jax.device_put(x, NamedSharding(mesh, x_spec)), jax.tree.map(place, w)
-        f = jax.jit(lambda x, w: jax_qmm.einsum(
-            equation, x, w, scheme=scheme, out_sharding=out_spec if explicit and expected else None))
-        compiled = f.lower(*args).compile()
-        got = compiled(*args)
-    found = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", compiled.as_text())
-    assert found == expected  # the maxima of the activations' rows and the sums
-    assert got.sharding.is_equivalent_to(NamedSharding(mesh, out_spec), got.ndim)
-    np.testing.assert_array_equal(got, want)
-
-
-def test_the_derivative_of_a_sharded_product():
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    x, w = normal(8, 16), stored(normal(16, 8, seed=1), (0,))
-    grad = jax.grad(lambda x, w: (jax_qmm.matmul(x, w) ** 2).sum())
-    with jax.set_mesh(mesh):
-        sharded = jax.device_put(x, NamedSharding(mesh, P("x"))), jax.device_put(w, NamedSharding(mesh, P("y")))
-        np.testing.assert_allclose(jax.jit(grad)(*sharded), grad(x, w), rtol=1e-5, atol=1e-5)
-        manual = jax.shard_map(grad, in_specs=(P("x"), P()), out_specs=P("x"))
-        np.testing.assert_allclose(jax.jit(manual)(x, w), grad(x, w), rtol=1e-5, atol=1e-5)
+        assert_close_to_exact(
+            jax_qmm.einsum(equation, *operands), np.einsum(equation, *map(exact, quantized))
+        )
 
 
 # Bad input
@@ -410,30 +319,80 @@ def test_the_derivative_of_a_sharded_product():
 W = jax_qmm.quantize(np.ones((6, 8), np.float32)).T
 
 
-@pytest.mark.parametrize("call, error, message", [
-    (lambda: jax_qmm.matmul(np.ones((2, 8), np.int32), W), TypeError, "a has dtype int32, needs .* or to be a QArray"),
-    (lambda: jax_qmm.matmul(np.float32(1), W), ValueError, "a has rank 0, needs 1 or more"),
-    (lambda: jax_qmm.matmul(normal(2, 7), W), ValueError, "'k' has sizes 7 and 8"),
-    (lambda: jax_qmm.dot_general(normal(2, 7), W, (((1,), (0,)), ((), ()))), TypeError, "contracting dimensions"),
-    (lambda: jax_qmm.dot_general(normal(2, 8), W, (((1,), (2,)), ((), ()))), TypeError, "."),
-    (lambda: jax_qmm.matmul(normal(2, 8), W, preferred_element_type=jnp.int32), TypeError,
-     "preferred_element_type is int32, needs float32"),
-    (lambda: jax_qmm.matmul(normal(2, 8), W, scheme="w8a8"), TypeError, "scheme is 'w8a8', needs a W8A8"),
-    (lambda: jax_qmm.matmul(normal(2, 8), W, scheme=W8A8(E4M3)), ValueError, "scheme has dtype float8_e4m3fn, needs"),
-    (lambda: jax_qmm.matmul(normal(2, 8), W, bias=np.ones(5, np.float32)), ValueError, r"bias has shape \(5,\), needs"),
-    (lambda: jax_qmm.matmul(normal(2, 8), W, bias=np.ones(6, np.int32)), TypeError, "bias has dtype int32"),
-    (lambda: jax_qmm.einsum("mk,kn,no->mo", normal(2, 8), W, normal(6, 2)), ValueError, "needs 2 operands, got 3"),
-    (lambda: jax_qmm.einsum("mk->m", W), ValueError, "needs 2 operands, got 1"),
-    (lambda: jax_qmm.einsum("mk", normal(2, 8), W), ValueError, "needs a string of two terms"),
-    (lambda: jax_qmm.einsum("kk,kn->n", normal(8, 8), W), ValueError, "'kk' repeats a letter"),
-    (lambda: jax_qmm.einsum("mk,kn->n", normal(2, 8), W), ValueError, "'m' is summed in one operand alone"),
-    (lambda: jax_qmm.einsum("...k,kn->n", normal(2, 8), W), ValueError, "'...' is summed in one operand alone"),
-    (lambda: jax_qmm.einsum("mk,kn->mnn", normal(2, 8), W), ValueError, "output 'mnn' repeats a letter"),
-    (lambda: jax_qmm.einsum("mk,kn->mz", normal(2, 8), W), ValueError, "output 'mz' .* one of neither operand"),
-    (lambda: jax_qmm.einsum("mka,kn->mn", normal(2, 8), W), ValueError, r"'mka' does not fit shape \(2, 8\)"),
-    (lambda: jax_qmm.einsum("m1,1n->mn", normal(2, 8), W), ValueError, "'m1' does not fit"),
-    (lambda: jax_qmm.einsum(normal(2, 8), [0, 1], W, [1, 2]), ValueError, "needs its subscripts as a string"),
-])
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (
+            lambda: jax_qmm.matmul(np.ones((2, 8), np.int32), W),
+            TypeError,
+            "a has dtype int32, needs .* or to be a QArray",
+        ),
+        (lambda: jax_qmm.matmul(np.float32(1), W), ValueError, "a has rank 0, needs 1 or more"),
+        (lambda: jax_qmm.matmul(normal(2, 7), W), ValueError, "'k' has sizes 7 and 8"),
+        (
+            lambda: jax_qmm.dot_general(normal(2, 7), W, (((1,), (0,)), ((), ()))),
+            TypeError,
+            "contracting dimensions",
+        ),
+        (lambda: jax_qmm.dot_general(normal(2, 8), W, (((1,), (2,)), ((), ()))), TypeError, "."),
+        (
+            lambda: jax_qmm.matmul(normal(2, 8), W, preferred_element_type=jnp.int32),
+            TypeError,
+            "preferred_element_type is int32, needs float32",
+        ),
+        (lambda: jax_qmm.matmul(normal(2, 8), W, scheme="w8a8"), TypeError, "scheme is 'w8a8', needs a W8A8"),
+        (
+            lambda: jax_qmm.matmul(normal(2, 8), W, scheme=W8A8(E4M3)),
+            ValueError,
+            "scheme has dtype float8_e4m3fn, needs",
+        ),
+        (
+            lambda: jax_qmm.matmul(normal(2, 8), W, bias=np.ones(5, np.float32)),
+            ValueError,
+            r"bias has shape \(5,\), needs",
+        ),
+        (
+            lambda: jax_qmm.matmul(normal(2, 8), W, bias=np.ones(6, np.int32)),
+            TypeError,
+            "bias has dtype int32",
+        ),
+        (
+            lambda: jax_qmm.einsum("mk,kn,no->mo", normal(2, 8), W, normal(6, 2)),
+            ValueError,
+            "needs 2 operands, got 3",
+        ),
+        (lambda: jax_qmm.einsum("mk->m", W), ValueError, "needs 2 operands, got 1"),
+        (lambda: jax_qmm.einsum("mk", normal(2, 8), W), ValueError, "needs a string of two terms"),
+        (lambda: jax_qmm.einsum("kk,kn->n", normal(8, 8), W), ValueError, "'kk' repeats a letter"),
+        (
+            lambda: jax_qmm.einsum("mk,kn->n", normal(2, 8), W),
+            ValueError,
+            "'m' is summed in one operand alone",
+        ),
+        (
+            lambda: jax_qmm.einsum("...k,kn->n", normal(2, 8), W),
+            ValueError,
+            "'...' is summed in one operand alone",
+        ),
+        (lambda: jax_qmm.einsum("mk,kn->mnn", normal(2, 8), W), ValueError, "output 'mnn' repeats a letter"),
+        (
+            lambda: jax_qmm.einsum("mk,kn->mz", normal(2, 8), W),
+            ValueError,
+            "output 'mz' .* one of neither operand",
+        ),
+        (
+            lambda: jax_qmm.einsum("mka,kn->mn", normal(2, 8), W),
+            ValueError,
+            r"'mka' does not fit shape \(2, 8\)",
+        ),
+        (lambda: jax_qmm.einsum("m1,1n->mn", normal(2, 8), W), ValueError, "'m1' does not fit"),
+        (
+            lambda: jax_qmm.einsum(normal(2, 8), [0, 1], W, [1, 2]),
+            ValueError,
+            "needs its subscripts as a string",
+        ),
+    ],
+)
 def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()

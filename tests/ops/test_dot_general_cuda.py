@@ -66,11 +66,24 @@ def compile_for_h200(folder):
 
     if _ffi._load()[0] is None:  # XLA compiles a call only of a target that is registered
         library = os.path.join(folder, "stand_in.so")
-        command = [os.environ.get("CXX", "c++"), "-std=c++17", "-shared", "-fPIC", "-w", f"-I{jax.ffi.include_dir()}",
-                   "-x", "c++", "-", "-o", library]
+        command = [
+            os.environ.get("CXX", "c++"),
+            "-std=c++17",
+            "-shared",
+            "-fPIC",
+            "-w",
+            f"-I{jax.ffi.include_dir()}",
+            "-x",
+            "c++",
+            "-",
+            "-o",
+            library,
+        ]
         subprocess.run(command, input=STAND_IN, text=True, check=True)
         for target in _ffi.TARGETS:
-            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(ctypes.CDLL(library).StandIn), platform="CUDA")
+            jax.ffi.register_ffi_target(
+                target, jax.ffi.pycapsule(ctypes.CDLL(library).StandIn), platform="CUDA"
+            )
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("d",)), PartitionSpec())
     spec = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -78,7 +91,9 @@ def compile_for_h200(folder):
     for name, (equation, shape, make) in PRODUCTS.items():
         operands = jax.tree.map(spec, (jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.eval_shape(make)))
         for scheme in SCHEMES:
-            modules[f"{name}, {scheme}"] = product(equation, SCHEMES[scheme]).lower(*operands).compile().as_text()
+            modules[f"{name}, {scheme}"] = (
+                product(equation, SCHEMES[scheme]).lower(*operands).compile().as_text()
+            )
     print(json.dumps(modules))
 
 
@@ -86,10 +101,16 @@ def compile_for_h200(folder):
 def h200(tmp_path_factory):
     """The optimized modules by name."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="the plugin jax-cuda13-plugin is not installed")
-    environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")
+    }
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path_factory.mktemp("h200"))], capture_output=True, text=True, timeout=300,
-        env=environment | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
+        [sys.executable, __file__, str(tmp_path_factory.mktemp("h200"))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -98,7 +119,10 @@ def h200(tmp_path_factory):
 @schemes
 def test_compiled_for_h200_are_two_calls_and_views(h200, name, scheme):
     text = h200[f"{name}, {scheme}"]
-    assert re.findall(r'custom_call_target="(\w+)"', text) == ["jax_qmm_quantize_dynamic", "jax_qmm_scaled_mm"]
+    assert re.findall(r'custom_call_target="(\w+)"', text) == [
+        "jax_qmm_quantize_dynamic",
+        "jax_qmm_scaled_mm",
+    ]
     entry = re.search(r"^ENTRY .*?^}", text, re.S | re.M).group(0)
     operations = set(re.findall(r" ([a-z][\w-]*)\(", entry)) - {
         "parameter", "constant", "bitcast", "get-tuple-element", "custom-call"}

@@ -20,7 +20,9 @@ SCHEMES = {
     "static": W8A8(symmetric=False, activation_scale=0.03, activation_zero_point=-20),
     "fp8": W8A8(jnp.float8_e4m3fn),
 }
-schemes = pytest.mark.parametrize("scheme", [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()])
+schemes = pytest.mark.parametrize(
+    "scheme", [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
+)
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -36,7 +38,7 @@ def both(f, *args):
 def assert_same(got, want, scheme, bound):
     if scheme.dtype == jnp.int8:
         np.testing.assert_array_equal(got, want)
-    else:  # tensor cores cut each of the 33 terms of a step at 2**-13 of the largest; then one rounding of bfloat16
+    else:  # tensor cores cut each of the 33 terms of a step at 2**-13 of the largest; bfloat16 rounds once
         assert (np.abs(got - want) <= bound).all()
 
 
@@ -78,7 +80,9 @@ def test_in_a_scan_over_stacked_weights(scheme):
         return jax.lax.scan(layer, x, stack)[0]
 
     got, want = both(chain, x, stack)
-    assert_same(got, want, scheme, 0.1 * np.abs(want).max())  # a flipped rounding goes through three more quantizers
+    assert_same(
+        got, want, scheme, 0.1 * np.abs(want).max()
+    )  # a flipped rounding goes through three more quantizers
 
 
 def test_the_gradient_is_that_of_the_dequantized_product():
@@ -93,4 +97,7 @@ def test_the_compiled_module_calls_both_kernels(scheme):
     f = jax.jit(lambda x: jax_qmm.matmul(x, w, scheme=scheme))
     text = f.lower(jnp.ones((8, 64), jnp.bfloat16)).compile().as_text()
     kind = "dynamic" if scheme.activation_scale is None else "static"
-    assert re.findall(r'custom_call_target="(jax_qmm\w+)"', text) == [f"jax_qmm_quantize_{kind}", "jax_qmm_scaled_mm"]
+    assert re.findall(r'custom_call_target="(jax_qmm\w+)"', text) == [
+        f"jax_qmm_quantize_{kind}",
+        "jax_qmm_scaled_mm",
+    ]

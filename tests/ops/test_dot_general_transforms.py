@@ -1,0 +1,179 @@
+"""Products with QArrays under differentiation, transformations and sharding."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_qmm
+from jax_qmm import W8A8, QArray
+
+SCHEMES = {"int8": W8A8(), "asymmetric": W8A8(symmetric=False), "fp8": W8A8(jnp.float8_e4m3fn)}
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def stored(w, contracted, qtype=jnp.int8):
+    """Quantizes `w` over its axes `contracted` and stores it with those last, as the kernels read it."""
+    order = [axis for axis in range(w.ndim) if axis not in contracted] + list(contracted)
+    q = jax_qmm.quantize(w.transpose(order), qtype, axis=tuple(range(w.ndim - len(contracted), w.ndim)))
+    return q.transpose([order.index(axis) for axis in range(w.ndim)])
+
+
+# Differentiation
+
+
+@pytest.mark.parametrize(
+    "name, weight", [("int8", "lhs"), ("int8", "rhs"), ("asymmetric", "rhs"), ("fp8", "rhs")]
+)
+def test_the_derivative_is_that_of_the_dequantized_product(name, weight):
+    scheme = SCHEMES[name]
+    x, w = normal(2, 5, 16), stored(normal(16, 4, 3, seed=1), (0,), qtype=scheme.dtype)
+    bias = normal(4, 3, seed=2)
+    dims = (((2,), (0,)), ((), ())) if weight == "rhs" else (((0,), (2,)), ((), ()))
+    sides = lambda x, w: (x, w) if weight == "rhs" else (w, x)
+    ours = lambda x: jax_qmm.dot_general(*sides(x, w), dims, scheme=scheme)
+    theirs = lambda x: jax.lax.dot_general(*sides(x, w.dequantize()), dims)
+    ct = normal(*theirs(x).shape, seed=3)
+    np.testing.assert_array_equal(jax.vjp(ours, x)[1](ct)[0], jax.vjp(theirs, x)[1](ct)[0])
+    dx = normal(*x.shape, seed=4)
+    out, tangent = jax.jvp(ours, (x,), (dx,))
+    np.testing.assert_array_equal(out, ours(x))
+    np.testing.assert_array_equal(tangent, theirs(dx))
+    if weight == "rhs":
+        ours = lambda x, bias: jnp.vdot(jax_qmm.dot_general(x, w, dims, scheme=scheme, bias=bias), ct)
+        grads = jax.jit(jax.grad(jax.checkpoint(ours), (0, 1)))(x, bias)
+        theirs = jax.grad(
+            lambda x, bias: jnp.vdot(jax.lax.dot_general(x, w.dequantize(), dims) + bias, ct), (0, 1)
+        )(x, bias)
+        for got, want in zip(grads, theirs):
+            np.testing.assert_allclose(
+                got, want, rtol=1e-5, atol=1e-5
+            )  # compiled as one, XLA sums in another order
+
+
+def test_weights_are_constants():
+    x, w = normal(5, 16), stored(normal(16, 4, seed=1), (0,))
+    loss = lambda scale: jax_qmm.matmul(x, QArray(w.qvalue, scale).T).sum()
+    assert not jax.grad(loss)(w.scale).any()
+    both = lambda scale: jax_qmm.matmul(jax_qmm.quantize(x), QArray(w.qvalue, scale).T).sum()
+    assert not jax.grad(both)(w.scale).any()
+
+
+def test_the_backward_pass_waits_with_the_8_bit_weight():
+    x, w = normal(5, 64), stored(normal(64, 32, seed=1), (0,))
+    _, vjp = jax.vjp(lambda x: jax_qmm.matmul(x, w), x)
+    kept = [leaf.dtype for leaf in jax.tree.leaves(vjp) if leaf.size >= w.size]
+    assert set(kept) == {jnp.dtype(jnp.int8)}
+
+
+def test_the_derivative_composes_with_vmap_and_scan():
+    x, stack = normal(3, 5, 16), stored(normal(3, 16, 16, seed=1), (1,))
+    dense = stack.dequantize()
+    loss = lambda x, w: jax_qmm.matmul(x, w).sum()
+    got = jax.vmap(jax.grad(loss))(x, stack)
+    np.testing.assert_allclose(got, jnp.broadcast_to(dense.sum(-1)[:, None], got.shape), rtol=1e-5)
+
+    def chain(x):
+        return jax.lax.scan(lambda x, w: (jax_qmm.matmul(x, w), None), x, stack)[0]
+
+    straight = dense[0] @ dense[1] @ dense[2]
+    got = jax.grad(lambda x: chain(x).sum())(x[0])
+    np.testing.assert_allclose(got, jnp.broadcast_to(straight.sum(-1), got.shape), rtol=1e-4, atol=1e-4)
+
+
+# Transformations
+
+
+def test_vmap_over_any_operand():
+    x, stack = normal(3, 5, 16), stored(normal(3, 16, 8, seed=1), (1,))
+    one = lambda i: jax.tree.map(lambda leaf: leaf[i], stack)
+    for scheme in (W8A8(), W8A8(symmetric=False)):
+        call = functools.partial(jax_qmm.matmul, scheme=scheme)
+        for dims in ((0, 0), (0, None), (None, 0)):
+            args = x if dims[0] == 0 else x[0], stack if dims[1] == 0 else one(0)
+            want = [call(x[i] if dims[0] == 0 else x[0], one(i if dims[1] == 0 else 0)) for i in range(3)]
+            np.testing.assert_array_equal(jax.vmap(call, dims)(*args), np.stack(want))
+
+
+def test_the_static_scale_of_a_scheme_can_be_traced_and_mapped():
+    x, w = normal(3, 5, 16), stored(normal(16, 8, seed=1), (0,))
+    call = lambda x, scale: jax_qmm.matmul(x, w, scheme=W8A8(activation_scale=scale))
+    scales = jnp.array([0.01, 0.02, 0.03])
+    want = np.stack([call(*args) for args in zip(x, scales)])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(call))(x, scales), want)
+    assert jax.grad(lambda scale: call(x[0], scale).sum())(0.1) == 0
+
+
+def test_exports_with_a_symbolic_dimension():
+    w = stored(normal(16, 4, 2, seed=1), (0,))
+    (m,) = jax.export.symbolic_shape("m")
+    f = jax.jit(lambda x, w: jax_qmm.einsum("mk,khd->mhd", x, w, scheme=W8A8(symmetric=False)))
+    exported = jax.export.export(
+        f, platforms=["cpu", "cuda"], disabled_checks=jax_qmm.export_disabled_checks()
+    )(jax.ShapeDtypeStruct((m, 16), jnp.float32), w)
+    x = normal(5, 16)
+    np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(x, w), f(x, w))
+
+
+# Sharding
+
+
+@pytest.mark.parametrize(
+    "kind, scheme", [(AxisType.Auto, W8A8(symmetric=False)), (AxisType.Explicit, W8A8())], ids=str
+)
+@pytest.mark.parametrize("equation, x_spec, w_spec, out_spec, expected", [
+    ("btk,kn->btn", P("x"), P(), P("x"), []),
+    ("btk,kn->btn", P(), P(None, "y"), P(None, None, "y"), []),
+    ("btk,kn->btn", P("x"), P(None, "y"), P("x", None, "y"), []),
+    ("btk,khd->bthd", P("x"), P(None, "y"), P("x", None, "y"), []),
+    ("bthd,hdf->btf", P("x", None, "y"), P("y"), P("x"), ["all-reduce"] * 2),
+    ("btk,kn->btn", P("x", None, "y"), P("y"), P("x"), ["all-reduce"] * 2),
+])
+def test_sharded_products_gather_nothing(kind, scheme, equation, x_spec, w_spec, out_spec, expected):
+    shapes = {"b": 8, "t": 3, "k": 16, "n": 8, "h": 4, "d": 4, "f": 8}
+    lhs, rhs = equation.split("->")[0].split(",")
+    x, dense = (normal(*(shapes[c] for c in term), seed=i) for i, term in enumerate((lhs, rhs)))
+    contracted = tuple(axis for axis, letter in enumerate(rhs) if letter in lhs)
+    w = stored(dense, contracted).with_azp_adj(contracted)
+    want = jax.jit(functools.partial(jax_qmm.einsum, equation, scheme=scheme))(x, w)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
+
+    def place(leaf):  # the leaves of w are stored in another order than w's
+        spec = [dict(enumerate(w_spec)).get(axis) for axis in np.argsort(w.storage_axes())]
+        return jax.device_put(
+            leaf, NamedSharding(mesh, P(*(s if n > 1 else None for s, n in zip(spec, leaf.shape))))
+        )
+
+    explicit = kind is AxisType.Explicit
+    with jax.set_mesh(mesh):
+        args = jax.device_put(x, NamedSharding(mesh, x_spec)), jax.tree.map(place, w)
+        f = jax.jit(lambda x, w: jax_qmm.einsum(
+            equation, x, w, scheme=scheme, out_sharding=out_spec if explicit and expected else None))
+        compiled = f.lower(*args).compile()
+        got = compiled(*args)
+    found = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", compiled.as_text())
+    assert found == expected  # the maxima of the activations' rows and the sums
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, out_spec), got.ndim)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_the_derivative_of_a_sharded_product():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    x, w = normal(8, 16), stored(normal(16, 8, seed=1), (0,))
+    grad = jax.grad(lambda x, w: (jax_qmm.matmul(x, w) ** 2).sum())
+    with jax.set_mesh(mesh):
+        sharded = (
+            jax.device_put(x, NamedSharding(mesh, P("x"))),
+            jax.device_put(w, NamedSharding(mesh, P("y"))),
+        )
+        np.testing.assert_allclose(jax.jit(grad)(*sharded), grad(x, w), rtol=1e-5, atol=1e-5)
+        manual = jax.shard_map(grad, in_specs=(P("x"), P()), out_specs=P("x"))
+        np.testing.assert_allclose(jax.jit(manual)(x, w), grad(x, w), rtol=1e-5, atol=1e-5)
