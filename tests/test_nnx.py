@@ -366,6 +366,15 @@ def test_export_with_quantized_arguments(model):
     assert not np.array_equal(loaded.call(halved, IDS), loaded.call(params, IDS))  # the weights are arguments
 
 
+def test_lowered_for_cuda_the_model_is_kernels(model):
+    quantized, _ = qnnx.quantize_model(model.attn, [Rule(".*", W8A8(symmetric=False))])
+    graph, state = nnx.split(quantized)
+    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+    text = run.trace(state, data(2, 5, 16)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@jax_qmm_scaled_mm") == text.count("@jax_qmm_quantize_dynamic") == 4
+    assert not [line for line in text.splitlines() if "transpose" in line and "i8>" in line]  # no weight is moved
+
+
 def test_strict_makes_a_fallback_an_error(monkeypatch):
     layer = qnnx.QuantLinear(12, 6, rngs=nnx.Rngs(0), **RANDOM)
     monkeypatch.setenv("JAX_QMM_STRICT", "1")
