@@ -277,7 +277,7 @@ def _partitioned_dynamic(dynamic, static, **params):
         mesh_axes = tuple(name for axis in axes for name in _names(spec[axis]))
         reduced = tuple(None if axis in axes else names for axis, names in enumerate(spec))
         x, scale = (NamedSharding(mesh, PartitionSpec(*s)) for s in (spec, reduced))
-        lower = functools.partial(*((local, mesh_axes) if mesh_axes else (whole.fun,)))
+        lower = functools.partial(local, mesh_axes) if mesh_axes else whole.fun
         return mesh, _without_mesh(lower), [x] + [scale] * (len(results) - 1), (x,)
 
     def rule(mesh, operands, results):
