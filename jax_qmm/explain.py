@@ -57,7 +57,8 @@ class Explanation:
 def explain(fn: Callable, *args, **kwargs) -> Explanation:
     """Lists the quantized operations that a call of `fn` runs, each with its kernel or with why it has none.
 
-    The function is traced, not run; the kernels are those for the default device.
+    The function is traced, not run. Kernels are those that the default device has for the shapes as traced:
+    operands that the compiler splits over devices count as a whole.
 
     Args:
       fn: any function that JAX can trace, or a model that is a pytree, such as an nnx.Module.

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jax_qmm import layers, linen_layers, report
 from jax_qmm.explain import trace
-from jax_qmm.qarray import QArray
+from jax_qmm.qarray import SCALE_DTYPES, QArray
 from jax_qmm.schemes import W8A8, Rule
 
 Variables = Mapping[str, Any]
@@ -268,7 +268,7 @@ def _tell(path, own, found, called):
     kernel, reason = own["kernel"], None
     if isinstance(kernel, QArray):
         reason = "quantized already"
-    elif not jnp.issubdtype(kernel.dtype, jnp.floating):
+    elif kernel.dtype not in SCALE_DTYPES:
         reason = f"its kernel has dtype {kernel.dtype}"
     elif kernel.shape[kernel.ndim - len(told.shape):] != told.shape:
         reason = f"its kernel has shape {kernel.shape}, which does not end in {told.shape}"

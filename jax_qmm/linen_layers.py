@@ -74,15 +74,21 @@ def guess(path: tuple[str, ...], params: Mapping[str, Any], siblings: Collection
         return Kernel("Conv", reason="a convolution")
     if len(kernel) == 2:
         if bias in (None, kernel[1:]):
-            return Kernel("Dense", (-2,), kernel)
+            return Kernel(_own_name(name, "Dense"), (-2,), kernel)
     elif _ATTENTION <= set(siblings) and name in _ATTENTION:
         return Kernel("DenseGeneral", (-3, -2) if name == "out" else (-3,), kernel[-3:])
     elif bias is not None:
         told = list(_splits(kernel, bias))
         if len(told) == 1:
-            return told[0]
+            return dataclasses.replace(told[0], op=_own_name(name, told[0].op))
     return Kernel("?", reason=f"no telling what it does with a kernel of shape {kernel} and "
                               f"{'no bias' if bias is None else f'a bias of shape {bias}'}: give an example")
+
+
+def _own_name(name, default):
+    """The class in the name that linen gives a layer without one, as "Einsum_0"."""
+    named = name.rpartition("_")[0]
+    return named if named in {layer.__name__ for layer in LAYERS} else default
 
 
 def _splits(kernel, bias):

@@ -17,7 +17,7 @@ from flax.nnx.nn import dtypes
 from tqdm import tqdm
 
 from jax_qmm import layers, report
-from jax_qmm.qarray import QArray
+from jax_qmm.qarray import SCALE_DTYPES, QArray
 from jax_qmm.schemes import W8A8, Rule
 
 
@@ -31,7 +31,7 @@ class QuantLinear(nnx.Linear):
     The kernel is initialised in float, quantized and dropped; `kernel` then holds a `QArray` of the same
     shape, (in_features, out_features). Input, bias and output have the dtypes that they have in nnx.Linear,
     and the bias is added before the one rounding of the output. Gradients reach the input and the bias; the
-    kernel is frozen.
+    kernel is frozen, so nnx.grad needs a filter that leaves it out, such as `nnx.PathContains("bias")`.
 
     Args:
       in_features: size of the last axis of the input.
@@ -97,8 +97,8 @@ def quantize_model(
 
     Linear, LinearGeneral (so the projections of MultiHeadAttention too), Einsum and subclasses that call them
     are quantized; the report says why others were not. Paths are those of `nnx.iter_modules` joined by dots,
-    such as "encoder.layers.0.attn.query". Layers stacked by nnx.vmap along a leading axis are quantized as a
-    stack.
+    such as "encoder.layers.0.attn.query"; that of the model itself is "". Layers stacked by nnx.vmap along a
+    leading axis are quantized as a stack.
 
     No input is needed, nothing is patched outside of the model returned, and the model given stays as it is;
     layers that are not quantized share its arrays. Sharding metadata of a quantized kernel is dropped; its
@@ -205,7 +205,7 @@ def _contracted(layer):
     product = getattr(layer, _product_name(layer))
     if isinstance(kernel, QArray):
         return (), "quantized already"
-    if not jnp.issubdtype(kernel.dtype, jnp.floating):
+    if kernel.dtype not in SCALE_DTYPES:
         return (), f"its kernel has dtype {kernel.dtype}"
     if kernel.shape[kernel.ndim - len(shape):] != shape:
         return (), f"its kernel has shape {kernel.shape}, which does not end in {shape}"

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_qmm import nnx as qnnx
+from jax_qmm.explain import explain
 from jax_qmm.ops.dot_general import dot_general, einsum
 from jax_qmm.ops.quantize import quantize
 from jax_qmm.qarray import QArray
@@ -372,7 +373,21 @@ def test_lowered_for_cuda_the_model_is_kernels(model):
     run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
     text = run.trace(state, data(2, 5, 16)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@jax_qmm_scaled_mm") == text.count("@jax_qmm_quantize_dynamic") == 4
-    assert not [line for line in text.splitlines() if "transpose" in line and "i8>" in line]  # no weight is moved
+    assert not [line for line in text.splitlines() if "transpose" in line and "i8>" in line]  # of weights
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_on_the_gpu_a_layer_is_kernels_and_equals_the_reference(symmetric, monkeypatch):
+    monkeypatch.setenv("JAX_QMM_STRICT", "1")
+    layer = qnnx.QuantLinear(200, 72, scheme=W8A8(symmetric=symmetric), rngs=nnx.Rngs(0), **RANDOM)
+    x = data(33, 200)
+    run = jax.jit(lambda layer, x: layer(x))
+    assert not [row for row in explain(layer, x).rows if row.runs_on.startswith("reference")]
+    got = run(layer, x)
+    monkeypatch.delenv("JAX_QMM_STRICT")
+    want = run(*jax.device_put((layer, x), jax.devices("cpu")[0]))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_strict_makes_a_fallback_an_error(monkeypatch):
