@@ -250,11 +250,10 @@ def _call_reference(a, b, *vectors, names, num_batch, out_dtype, fast_accum):
 
 def _lower(ctx, *operands, out_sharding, **params):
     del out_sharding  # in ctx.avals_out
-    platform, = set(_compat.lowering_platforms(ctx))
-    reason = _ffi.fallback_reason(platform)
-    if reason is not None:
-        _ffi.note_fallback("scaled_mm", reason)
-    local = functools.partial(_call_kernel if reason is None else _call_reference, **params)
+    reasons = [why for why in map(_ffi.fallback_reason, _compat.lowering_platforms(ctx)) if why is not None]
+    for why in reasons:
+        _ffi.note_fallback("scaled_mm", why)
+    local = functools.partial(_call_reference if reasons else _call_kernel, **params)
     if not _compat.has_manual_axes(ctx):
         local = _partitioned(local, [x.shape for x in ctx.avals_in], params)
     out, = mlir.lower_fun(local, multiple_results=False)(_compat.without_shardings(ctx), *operands)
