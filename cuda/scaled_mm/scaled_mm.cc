@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
@@ -23,8 +24,14 @@ using sm90::Schedule;
 
 enum class Kind { kGemm, kStream };
 
+struct Cost {
+  double k_tile, tile, launch;  // microseconds
+  double reading;               // bytes that pass, against those of the operands
+};
+
 struct Instance {
   Kind kind;
+  Cost cost;
   DType in;
   Accum accum;
   int out_bytes;  // 0 where it does not matter
@@ -35,18 +42,21 @@ struct Instance {
   cudaError_t (*launch)(ScaledMm const&, int option, int sm_count, cudaStream_t);
 };
 
-#define INSTANCE(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)                      \
-  {Kind::kGemm, DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, swap, \
-   JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,             \
+#define COST(...) Cost{__VA_ARGS__}
+#define GEMM(cost, in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)               \
+  {Kind::kGemm, cost, DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n,             \
+   Schedule::schedule, swap,                                                                                    \
+   JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,       \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::launch},
-#define STREAM(in, accum, rows)                                                                                   \
-  {Kind::kStream, DType::in, Accum::accum, 0, rows, sm90::Stream<DType::in, Accum::accum, rows>::kColumns, 256, 1, 1, \
-   Schedule::kPingpong, true, sm90::Stream<DType::in, Accum::accum, rows>::prepare,                               \
-   sm90::Stream<DType::in, Accum::accum, rows>::launch},
+#define STREAM(cost, in, accum, rows)                                                                           \
+  {Kind::kStream, cost, DType::in, Accum::accum, 0, rows, sm90::Stream<DType::in, Accum::accum, rows>::kColumns, \
+   sm90::Stream<DType::in, Accum::accum, rows>::kTileK, 1, 1, Schedule::kPingpong, true,                        \
+   sm90::Stream<DType::in, Accum::accum, rows>::prepare, sm90::Stream<DType::in, Accum::accum, rows>::launch},
 Instance const kInstances[] = {
 #include "scaled_mm/instances_sm90.def"
 };
-#undef INSTANCE
+#undef COST
+#undef GEMM
 #undef STREAM
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -66,43 +76,48 @@ bool serves(Instance const& instance, ScaledMm const& p) {
   return instance.in == p.in && instance.accum == accum_of(p) && (instance.out_bytes == 0 || instance.out_bytes == bytes_of(p.out_dtype));
 }
 
-// The settings of `ScaledMmChoice::option` that are worth considering.
-std::vector<int> options(Instance const& i, ScaledMm const& p) {
-  if (i.kind == Kind::kGemm) return p.m >= 2048 ? std::vector<int>{1, 8} : std::vector<int>{1};
-  std::vector<int> splits{1};
-  for (int split = 2; split <= std::min<int64_t>(8, ceil_div(p.k, i.tile_k)); split *= 2) splits.push_back(split);
-  return splits;
+// Blocks that can run at once: one of a persistent kernel in each SM, two small ones of a streaming kernel.
+int64_t slots(Instance const& i, int sm_count) {
+  return i.kind == Kind::kStream ? 2 * sm_count : sm_count / (i.cluster_m * i.cluster_n);
 }
 
-double memory_time(ScaledMm const& p) {
-  double const bytes = double(p.batch) * (double(p.m) * p.k + double(p.n) * p.k + double(p.m) * p.n * bytes_of(p.out_dtype));
-  return bytes / 4.2e6;
+// The setting of ScaledMmChoice::option.
+int option_for(Instance const& i, ScaledMm const& p, int sm_count) {
+  if (i.kind == Kind::kStream) {
+    // As many parts of K as leave no block waiting; beyond 4 their sums cost more than they gain.
+    int split = 1;
+    int64_t const tiles = ceil_div(p.n, i.tile_n) * ceil_div(p.m, i.tile_m) * p.batch;
+    while (split < 4 && 2 * split * tiles <= slots(i, sm_count) && 2 * split <= ceil_div(p.k, i.tile_k)) split *= 2;
+    return split;
+  }
+  // The grid is padded to whole squares, which costs more than the reuse gains unless it fits.
+  int constexpr kSquare = 8;
+  bool const fits = ceil_div(p.m, i.tile_m) % (kSquare * i.cluster_m) == 0 &&
+                    ceil_div(p.n, i.tile_n) % (kSquare * i.cluster_n) == 0;
+  return fits && !i.swap && p.m >= 4096 && p.n >= 8192 ? kSquare : 1;
 }
 
-double predict_stream(Instance const& i, int split, ScaledMm const& p, int sm_count) {
-  int64_t const blocks = ceil_div(p.m, i.tile_m) * ceil_div(p.n, i.tile_n) * split * p.batch;
-  double const bytes = double(i.tile_m + i.tile_n) * ceil_div(ceil_div(p.k, split), i.tile_k) * i.tile_k;
-  int64_t const resident = 3 * sm_count;
-  double const rounds = double(blocks) / std::min(blocks, resident);
-  double const flow = std::min(0.06, 4.2 / std::min(blocks, resident));  // MB in a microsecond, one block's share
-  return 3 + 0.2 * split + std::max(rounds * (0.5 + bytes * 1e-6 / flow), memory_time(p));
+// Whether the instance's cost was measured on anything like the problem: tiles of few rows, on few rows.
+bool suits(Instance const& i, ScaledMm const& p) {
+  if (i.kind == Kind::kStream) return p.m <= i.tile_m;
+  if (i.swap) return p.m <= 256;
+  return i.tile_m >= 128 || p.m <= 512 || i.tile_n == 128;
 }
 
-// Microseconds by a model of the chip: waves of tiles, each limited by the tensor cores or by its share of the memory.
+// Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
 double predict(Instance const& i, int option, ScaledMm const& p, int sm_count) {
-  if (i.kind == Kind::kStream) return predict_stream(i, option, p, sm_count);
-  double const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
-  int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
-                           ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
-  int const cluster = i.cluster_m * i.cluster_n;
-  int64_t const waves = ceil_div(clusters, sm_count / cluster);
-  double const clock = 1.755e3;                              // cycles in a microsecond
-  double const macs = 4096 * 0.85;                           // in a cycle of one SM, as large products reach
-  double const k_tiles = ceil_div(p.k, i.tile_k);
-  double const math = double(i.tile_m) * std::max(i.tile_n, 32) * i.tile_k / macs / clock;
-  double const loads = double(i.tile_m + i.tile_n) * i.tile_k * std::min<double>(clusters * cluster, sm_count) / 5.5e6;
-  double const tail = i.schedule == Schedule::kPingpong ? 1.5 : 2.5;
-  return 2 + std::max(waves * k_tiles * std::max(math, loads) + waves * tail, memory_time(p));
+  int64_t const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
+  int64_t const tile_rows = i.kind == Kind::kStream ? i.tile_n : i.tile_m;
+  int64_t const tile_columns = i.kind == Kind::kStream ? i.tile_m : i.tile_n;
+  int const split = i.kind == Kind::kStream ? option : 1;
+  int64_t const blocks = ceil_div(ceil_div(rows, tile_rows), i.cluster_m) *
+                         ceil_div(ceil_div(columns, tile_columns), i.cluster_n) * split * p.batch;
+  double const waves = ceil_div(blocks, slots(i, sm_count));
+  double const computing = waves * (ceil_div(p.k, split * i.tile_k) * i.cost.k_tile + i.cost.tile);
+  double const bytes =
+      double(p.batch) * (double(p.m) * p.k + double(p.n) * p.k + double(p.m) * p.n * bytes_of(p.out_dtype));
+  double const reading = bytes / 4.3e6 * i.cost.reading;  // at 4.3 TB/s, what a copy reaches
+  return i.cost.launch + std::pow(std::pow(computing, 4) + std::pow(reading, 4), 0.25);
 }
 
 using TuningKey = std::tuple<DType, DType, bool, int, int, int, int>;
@@ -120,7 +135,10 @@ std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& p) {
   std::vector<ScaledMmChoice> choices{{-1, 1}};
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
     if (!tma_aligned(p) || !serves(kInstances[i], p)) continue;
-    for (int option : options(kInstances[i], p)) choices.push_back({i, option});
+    int const options[2][4] = {{1, 8, 0, 0}, {1, 2, 4, 8}};
+    for (int option : options[kInstances[i].kind == Kind::kStream]) {
+      if (option > 0) choices.push_back({i, option});
+    }
   }
   return choices;
 }
@@ -135,13 +153,12 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   if (!tma_aligned(p)) return best;
   double best_time = 0;
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
-    if (!serves(kInstances[i], p)) continue;
-    for (int option : options(kInstances[i], p)) {
-      double const time = predict(kInstances[i], option, p, sm_count);
-      if (best.instance < 0 || time < best_time) {
-        best = {i, option};
-        best_time = time;
-      }
+    if (!serves(kInstances[i], p) || !suits(kInstances[i], p)) continue;
+    int const option = option_for(kInstances[i], p, sm_count);
+    double const time = predict(kInstances[i], option, p, sm_count);
+    if (best.instance < 0 || time < best_time) {
+      best = {i, option};
+      best_time = time;
     }
   }
   return best;

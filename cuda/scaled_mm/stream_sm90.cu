@@ -16,8 +16,7 @@ using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
 namespace {
 
-constexpr int kTileK = 128;             // bytes of a swizzled row in shared memory
-constexpr int kStageK = 2 * kTileK;
+constexpr int kStageK = 256;
 constexpr int kStages = 3;              // 3 blocks of up to 75 KB share an SM, so that one's start hides another's end
 constexpr int kConsumers = 128;         // one warpgroup multiplies, one thread of one more warp loads
 constexpr int kThreads = kConsumers + 32;
@@ -37,6 +36,7 @@ template <DType In, Accum accum, int Rows>
 struct Kernel {
   static constexpr bool kInt8 = In == DType::kS8;
   static constexpr int kColumns = Stream<In, accum, Rows>::kColumns;
+  static_assert(kStageK == Stream<In, accum, Rows>::kTileK);
   static constexpr int kPitch = kColumns + 4;  // words between a tile's rows of sums: no two lanes hit one bank
   using Element = conditional_t<kInt8, int8_t, cutlass::float_e4m3_t>;
   using Accumulator = conditional_t<kInt8, int32_t, float>;
@@ -46,7 +46,7 @@ struct Kernel {
                                          Shape<Int<Rows>, Int<kStageK>, Int<kStages>>{}));
   // b's rows are the rows of the tensor cores' product, whose M is 64, and a's are its columns, of which 8 are enough.
   using Mma = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, Accumulator, Shape<Int<kColumns>, Int<Rows>, Int<kTileK>>>()));
+      GMMA::ss_op_selector<Element, Element, Accumulator, Shape<Int<kColumns>, Int<Rows>, Int<kStageK>>>()));
 
   struct Storage {
     union {
@@ -229,8 +229,8 @@ cudaError_t Stream<In, accum, Rows>::launch(ScaledMm const& p, int split, int, c
   return cudaLaunchKernelEx(&config, stream_kernel<K>, params);
 }
 
-#define INSTANCE(...)
-#define STREAM(in, accum, rows) template struct Stream<DType::in, Accum::accum, rows>;
+#define GEMM(...)
+#define STREAM(cost, in, accum, rows) template struct Stream<DType::in, Accum::accum, rows>;
 #include "scaled_mm/instances_sm90.def"
 
 }  // namespace jax_qmm::sm90

@@ -10,6 +10,7 @@ namespace jax_qmm::sm90 {
 template <DType In, Accum accum, int Rows>
 struct Stream {
   static constexpr int kColumns = 64;
+  static constexpr int kTileK = 256;
   static cudaError_t prepare();
   static cudaError_t launch(ScaledMm const& problem, int split, int sm_count, cudaStream_t stream);
 };
