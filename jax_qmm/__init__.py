@@ -2,27 +2,33 @@
 
 import importlib
 
-# For now each name loads its module when first used, so that modules under construction don't block each other.
-_HOME = {
-    "export_disabled_checks": "_ffi",
-    "explain": "explain",
-    "dot_general": "ops.dot_general",
-    "einsum": "ops.dot_general",
-    "matmul": "ops.dot_general",
-    "quantize": "ops.quantize",
-    "azp_adjustment": "ops.scaled_mm",
-    "scaled_mm": "ops.scaled_mm",
-    "scaled_mm_azp": "ops.scaled_mm",
-    "scaled_mm_azp_per_token": "ops.scaled_mm",
-    "QArray": "qarray",
-    "W8A8": "schemes",
-    "Rule": "schemes",
-}
+from jax_qmm._ffi import export_disabled_checks
+from jax_qmm.explain import explain
+from jax_qmm.ops.dot_general import dot_general, einsum, matmul
+from jax_qmm.ops.quantize import quantize
+from jax_qmm.ops.scaled_mm import azp_adjustment, scaled_mm, scaled_mm_azp, scaled_mm_azp_per_token
+from jax_qmm.qarray import QArray
+from jax_qmm.schemes import W8A8, Rule
+
+__all__ = [
+    "QArray",
+    "Rule",
+    "W8A8",
+    "azp_adjustment",
+    "dot_general",
+    "einsum",
+    "explain",
+    "export_disabled_checks",
+    "matmul",
+    "quantize",
+    "scaled_mm",
+    "scaled_mm_azp",
+    "scaled_mm_azp_per_token",
+]
 
 
 def __getattr__(name):
+    # Flax is an optional dependency: its modules load when they are first named.
     if name in ("nnx", "linen"):
         return importlib.import_module(f"jax_qmm.{name}")
-    if name in _HOME:
-        return getattr(importlib.import_module(f"jax_qmm.{_HOME[name]}"), name)
     raise AttributeError(f"module 'jax_qmm' has no attribute {name!r}")

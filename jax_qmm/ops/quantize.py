@@ -199,7 +199,7 @@ def _dynamic_kernel(x, *, qtype, axes, symmetric):
     layout = _kernel_layout(x.shape, scale_shape, dynamic=True)
     if layout is None:
         return _dynamic_reference(x, qtype=qtype, axes=axes, symmetric=symmetric)
-    rows = 1 if len(axes) == x.ndim else layout[0]
+    rows = math.prod(scale_shape)
     call = jax.ffi.ffi_call("jax_qmm_quantize_dynamic", (
         jax.ShapeDtypeStruct(layout, qtype),
         jax.ShapeDtypeStruct((rows, 1), jnp.float32),

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_qmm import _compat, _ffi, reference
 from jax_qmm.ops import checks
+from jax_qmm.ops.partitioning import find_mesh
 from jax_qmm.reference import is_one
 
 # Public functions
@@ -254,9 +255,10 @@ def _lower(ctx, *operands, out_sharding, **params):
     for why in reasons:
         _ffi.note_fallback("scaled_mm", why)
     local = functools.partial(_call_reference if reasons else _call_kernel, **params)
-    if not _compat.has_manual_axes(ctx):
+    mesh_ctx = find_mesh(ctx)
+    if mesh_ctx is not None:
         local = _partitioned(local, [x.shape for x in ctx.avals_in], params)
-    out, = mlir.lower_fun(local, multiple_results=False)(_compat.without_shardings(ctx), *operands)
+    out, = mlir.lower_fun(local, multiple_results=False)(_compat.without_shardings(mesh_ctx or ctx), *operands)
     return [_compat.lower_with_sharding_in_types(ctx, out, ctx.avals_out[0])]
 
 

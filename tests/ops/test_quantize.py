@@ -340,3 +340,9 @@ def test_bad_input_is_refused(x, options, error, message):
 def test_a_quantized_array_is_not_quantized_again():
     with pytest.raises(TypeError, match="x is a QArray already"):
         jax_qmm.quantize(jax_qmm.quantize(X))
+
+
+def test_whole_rows_of_a_batch_of_one_lower_to_the_kernel():
+    exported = jax.export.export(jax.jit(lambda x: jax_qmm.quantize(x, axis=(1, 2)).qvalue), platforms=["cuda"],
+                                 disabled_checks=jax_qmm.export_disabled_checks())
+    assert "jax_qmm_quantize_dynamic" in exported(jax.ShapeDtypeStruct((1, 8, 4), jnp.float32)).mlir_module()

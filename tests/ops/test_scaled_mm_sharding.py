@@ -253,3 +253,10 @@ def test_without_a_mesh_context_and_with_one_device(operands):
     mesh = make_mesh((4,), ("x",), AxisType.Auto)
     got = jax.jit(f32_azp)(*put(mesh, operands, specs(k_a="x", k_b="x")))
     np.testing.assert_array_equal(got, f32_azp(*operands))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_set_mesh_around_unsharded_arguments(kind, operands):
+    with jax.set_mesh(make_mesh((4, 2), ("x", "y"), kind)):
+        got = jax.jit(f32_azp)(*operands)
+    np.testing.assert_array_equal(got, f32_azp(*operands))
