@@ -224,8 +224,7 @@ def test_calibration(model, symmetric):
     batches = [(IDS, 1.0), {"ids": IDS, "scale": 3.0}]
     rules = [Rule("heads", W8A8()), Rule("mlp.0|unused", scheme)]
     quantized, report = qnnx.quantize_model(model, rules, calibration=batches)
-    seen = []
-    probe = nnx.clone(model)
+    seen, probe = [], nnx.clone(model)
     probe.mlp[0].promote_dtype = lambda args, dtype: seen.append(args[0]) or args
     probe(IDS), probe(IDS, scale=3.0)
     want = quantize(jnp.stack(seen), axis=None, symmetric=symmetric)
@@ -385,7 +384,7 @@ def test_on_the_gpu_a_layer_is_kernels_and_equals_the_reference(symmetric, monke
 
 
 def test_strict_makes_a_fallback_an_error(monkeypatch):
-    layer = qnnx.QuantLinear(12, 6, rngs=nnx.Rngs(0), **RANDOM)
+    layer = qnnx.QuantLinear(12, 6, rngs=nnx.Rngs(0))
     monkeypatch.setenv("JAX_QMM_STRICT", "1")
     with pytest.raises(RuntimeError, match="platform cpu has no kernels"):
         layer(data(11, 12))
@@ -397,4 +396,5 @@ def test_arrays_stay_where_they_are():
     linear = nnx.Linear(8, 16, rngs=nnx.Rngs(0), **RANDOM)
     linear.kernel.set_value(jax.device_put(linear.kernel[...], sharding))
     layer = qnnx.QuantLinear.from_linear(linear)
-    assert layer.kernel[...].qvalue.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("x", None)), 2)
+    want = NamedSharding(mesh, PartitionSpec("x", None))
+    assert layer.kernel[...].qvalue.sharding.is_equivalent_to(want, 2)
