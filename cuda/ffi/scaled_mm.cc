@@ -20,7 +20,8 @@ ffi::Error read_vector(ffi::AnyBuffer const& buffer, char const* name, std::init
     return ffi::Error::InvalidArgument(std::string(name) + " has shape " + to_string(dims) + "; it needs 1 or " +
                                        std::to_string(batch) + " rows of 1 or " + std::to_string(length) + " values");
   }
-  vector = {buffer.untyped_data(), *dtype_of(buffer), dims[1] == 1 ? 0 : 1, dims[0] == 1 ? 0 : dims[1]};
+  vector = {buffer.untyped_data(), *dtype_of(buffer), dims[1] == 1 ? 0 : 1, dims[0] == 1 ? 0 : dims[1],
+            static_cast<int64_t>(buffer.size_bytes())};
   return ffi::Error::Success();
 }
 

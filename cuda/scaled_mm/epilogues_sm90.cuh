@@ -39,6 +39,14 @@ struct Node {
   }
 };
 
+// The nodes are made at a kernel's start; CUTLASS has their constructors compile for the host, too.
+template <class T>
+CUTLASS_HOST_DEVICE void prefetch(VectorArg<T> const& vector) {
+#ifdef __CUDA_ARCH__
+  vector.prefetch();
+#endif
+}
+
 // A vector along the tile's columns: every thread needs most of it, so it goes through shared memory.
 template <class T, class CtaTile>
 struct RowVector : Node {
@@ -53,7 +61,9 @@ struct RowVector : Node {
 
   CUTLASS_HOST_DEVICE RowVector() {}
   CUTLASS_HOST_DEVICE RowVector(Params const& params, SharedStorage const& storage)
-      : params(params), smem(const_cast<T*>(storage.values.data())) {}
+      : params(params), smem(const_cast<T*>(storage.values.data())) {
+    prefetch(params);
+  }
 
   template <class SmemTensor, class RegTensor>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
@@ -113,7 +123,7 @@ struct ColVector : Node {
   Params params;
 
   CUTLASS_HOST_DEVICE ColVector() {}
-  CUTLASS_HOST_DEVICE ColVector(Params const& params, SharedStorage const&) : params(params) {}
+  CUTLASS_HOST_DEVICE ColVector(Params const& params, SharedStorage const&) : params(params) { prefetch(params); }
 
   template <class RegTensor, class CoordTensor, class Residue>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {

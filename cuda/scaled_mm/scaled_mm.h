@@ -23,6 +23,7 @@ struct Vector {
   DType dtype = DType::kF32;
   int64_t stride = 0;
   int64_t batch_stride = 0;
+  int64_t bytes = 0;
 };
 
 struct ScaledMm {

@@ -100,6 +100,13 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(__grid_constant__ type
   }
   __syncthreads();
 
+  Vectors const& v = p.vectors;
+  v.scale_a.prefetch();
+  v.scale_b.prefetch();
+  v.bias.prefetch();
+  v.azp.prefetch();
+  v.azp_adj.prefetch();
+
   typename K::Mma mma;
   auto thread_mma = mma.get_thread_slice(threadIdx.x % kConsumers);
   Tensor sums_layout = make_tensor(make_smem_ptr(storage.sums), Shape<Int<kColumns>, Int<kRows>>{},
@@ -159,7 +166,6 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(__grid_constant__ type
   int const rows = min(kRows, p.m - tile_m * kRows);
   int const groups = min(kColumns, p.n - tile_n * kColumns) / kGroup;
   uint32_t const sums_address = cast_smem_ptr_to_uint(storage.sums);
-  Vectors const& v = p.vectors;
   for (int i = rank * kThreads + threadIdx.x; i < rows * (kColumns / kGroup); i += split * kThreads) {
     int const row = i / (kColumns / kGroup), group = i % (kColumns / kGroup);
     if (group >= groups) continue;
