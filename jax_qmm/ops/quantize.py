@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.interpreters import batching
+from jax.sharding import PartitionSpec
 
 from jax_qmm import _compat, _ffi, reference
-from jax_qmm.ops.partitioning import find_mesh
+from jax_qmm.ops.partitioning import even_spec, named_sharding, register_lowerings, without_mesh
 from jax_qmm.qarray import SCALE_DTYPES, QArray
 from jax_qmm.schemes import check_qtype
 
@@ -255,73 +255,45 @@ batching.primitive_batchers[quantize_static_p] = _static_batched
 # Sharding: scales shared over a sharded axis come from one all-reduce of the extrema.
 
 
-def _partitioned_dynamic(dynamic, static, **params):
-    axes, symmetric, qtype = params["axes"], params["symmetric"], params["qtype"]
-    whole = custom_partitioning(lambda x: dynamic(x, **params))
+def _partitioned_dynamic(dynamic, shapes):
+    qtype, axes, symmetric = (dynamic.keywords[name] for name in ("qtype", "axes", "symmetric"))
+    static = _STATIC[dynamic.func]
+    whole = custom_partitioning(lambda x: dynamic(x))
 
-    def local(mesh_axes, x):
-        x32 = x.astype(jnp.float32)
-        extremum = functools.partial(jnp.max, axis=axes, keepdims=True, initial=0.0)
-        extrema = jnp.stack([extremum(jnp.abs(x32))] if symmetric else [extremum(x32), extremum(-x32)], -1)
-        # Floats that are not negative order like their bits, NaN on top; an all-reduce of floats may drop it.
-        bits = jax.lax.bitcast_convert_type(jnp.abs(extrema), jnp.int32)
-        extrema = jax.lax.bitcast_convert_type(jax.lax.pmax(bits, mesh_axes), jnp.float32)
-        if not symmetric:
-            extrema = extrema * jnp.float32([1, -1])
-        _, *parameters = dynamic(extrema, qtype=qtype, axes=(x.ndim,), symmetric=symmetric)
+    def local(shared_axes, x):
+        # One all-reduce. Then the scale is that of the extrema quantized, so that it is divided as unsharded.
+        bits = jax.lax.pmax(jnp.stack(reference.extrema(x, axes, symmetric), -1), shared_axes)
+        extrema = jax.lax.bitcast_convert_type(bits, jnp.float32) * jnp.float32([1] if symmetric else [-1, 1])
+        _, *parameters = dynamic(extrema, axes=(x.ndim,))
         parameters = [jnp.squeeze(parameter, -1) for parameter in parameters]
         return static(x, *parameters, qtype=qtype) + parameters
 
     def partition(mesh, operands, results):
-        spec = _spec(mesh, operands[0])
-        mesh_axes = tuple(name for axis in axes for name in _names(spec[axis]))
-        reduced = tuple(None if axis in axes else names for axis, names in enumerate(spec))
-        x, scale = (NamedSharding(mesh, PartitionSpec(*s)) for s in (spec, reduced))
-        lower = functools.partial(local, mesh_axes) if mesh_axes else whole.fun
-        return mesh, _without_mesh(lower), [x] + [scale] * (len(results) - 1), (x,)
+        spec = even_spec(mesh, operands[0])
+        shared_axes = tuple(name for axis in axes for name in spec[axis])
+        reduced = [() if axis in axes else names for axis, names in enumerate(spec)]
+        x, scale = named_sharding(mesh, spec), named_sharding(mesh, reduced)
+        lower = without_mesh(functools.partial(local, shared_axes) if shared_axes else dynamic)
+        return mesh, lower, [x] + [scale] * (len(results) - 1), (x,)
 
-    def rule(mesh, operands, results):
-        x, *parameters = _factors(operands[0].shape, *(result.shape for result in results[1:]))
-        return f"{x} -> {', '.join([x, *parameters])}"
-
-    whole.def_partition(partition=partition, sharding_rule=rule)
+    x, scale = _factors(*shapes, _scale_shape(*shapes, axes))
+    results = ", ".join([x, scale] if symmetric else [x, scale, scale])
+    whole.def_partition(partition=partition, sharding_rule=f"{x} -> {results}")
     return whole
 
 
-def _partitioned_static(dynamic, static, **params):
-    whole = custom_partitioning(lambda *operands: static(*operands, **params))
+def _partitioned_static(static, shapes):
+    whole = custom_partitioning(lambda *operands: static(*operands))
 
     def partition(mesh, operands, results):
-        spec = _spec(mesh, operands[0])
-        shardings = [NamedSharding(mesh, PartitionSpec(*(names if size != 1 else None for names, size in
-                                                         zip(spec, operand.shape)))) for operand in operands]
-        return mesh, _without_mesh(functools.partial(static, **params)), shardings[:1], tuple(shardings)
+        spec = even_spec(mesh, operands[0])
+        shardings = [named_sharding(mesh, [names if size != 1 else () for names, size in
+                                           zip(spec, operand.shape)]) for operand in operands]
+        return mesh, without_mesh(static), shardings[:1], tuple(shardings)
 
-    def rule(mesh, operands, results):
-        x, *parameters = _factors(*(operand.shape for operand in operands))
-        return f"{', '.join([x, *parameters])} -> {x}"
-
-    whole.def_partition(partition=partition, sharding_rule=rule)
+    x, *parameters = _factors(*shapes)
+    whole.def_partition(partition=partition, sharding_rule=f"{', '.join([x, *parameters])} -> {x}")
     return whole
-
-
-def _without_mesh(function):
-    # Compilation can find the mesh of jax.set_mesh around it, whose types don't fit the parts of one device.
-    def local(*operands):
-        with jax.sharding.use_abstract_mesh(_compat.NO_MESH):
-            return function(*operands)
-    return local
-
-
-def _names(entry):
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-def _spec(mesh, operand):
-    """The operand's partition spec at full rank, without the axes whose size the mesh does not divide."""
-    spec = (*operand.sharding.spec, *(None,) * len(operand.shape))[:len(operand.shape)]
-    parts = (math.prod(mesh.shape[name] for name in _names(entry)) for entry in spec)
-    return tuple(entry if size % n == 0 else None for entry, size, n in zip(spec, operand.shape, parts))
 
 
 def _factors(shape, *parameter_shapes):
@@ -334,32 +306,6 @@ def _factors(shape, *parameter_shapes):
     ]
 
 
-def _register_lowerings(primitive, partitioned, kernels, references, index):
-    def lower(ctx, *operands, functions, **params):
-        mesh_ctx = find_mesh(ctx)
-        if mesh_ctx is None:
-            function = functools.partial(functions[index], **params)
-        else:
-            function = partitioned(*functions, **params)
-        out = mlir.lower_fun(function)(_compat.without_shardings(mesh_ctx or ctx), *operands)
-        return [_compat.lower_with_sharding_in_types(ctx, *pair) for pair in zip(out, ctx.avals_out)]
-
-    def lower_cuda(ctx, *operands, **params):
-        reason = _ffi.fallback_reason("cuda")
-        if reason is not None:
-            _ffi.note_fallback("quantize", reason)
-        return lower(ctx, *operands, functions=kernels if reason is None else references, **params)
-
-    def lower_elsewhere(ctx, *operands, **params):
-        for platform in _compat.lowering_platforms(ctx):
-            if platform != "cuda":
-                _ffi.note_fallback("quantize", _ffi.fallback_reason(platform))
-        return lower(ctx, *operands, functions=references, **params)
-
-    mlir.register_lowering(primitive, lower_elsewhere)
-    mlir.register_lowering(primitive, lower_cuda, platform="cuda")
-
-
-_kernels, _references = (_dynamic_kernel, _static_kernel), (_dynamic_reference, _static_reference)
-_register_lowerings(quantize_dynamic_p, _partitioned_dynamic, _kernels, _references, 0)
-_register_lowerings(quantize_static_p, _partitioned_static, _kernels, _references, 1)
+_STATIC = {_dynamic_kernel: _static_kernel, _dynamic_reference: _static_reference}
+register_lowerings(quantize_dynamic_p, "quantize", _dynamic_kernel, _dynamic_reference, _partitioned_dynamic)
+register_lowerings(quantize_static_p, "quantize", _static_kernel, _static_reference, _partitioned_static)

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.interpreters import ad, batching
+from jax.sharding import PartitionSpec
 
-from jax_qmm import _compat, _ffi, reference
+from jax_qmm import _compat, reference
 from jax_qmm.ops import checks
-from jax_qmm.ops.partitioning import find_mesh
+from jax_qmm.ops.partitioning import even_spec, mesh_axes, named_sharding, register_lowerings, without_mesh
 from jax_qmm.reference import is_one
 
 # Public functions
@@ -31,7 +31,8 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, prec
     Sharded over M or N there is no communication. Sharded over K on either side, each device sums its part
     and one all-reduce of the sums comes before the scales. Where one mesh axis shards a and b in dimensions
     that don't go together, the operand that has it on K is gathered (of M and N, the one that the result is
-    not sharded by), as is what is sharded over the automatic axes inside a partly manual `jax.shard_map`.
+    not sharded by), as is what is sharded over the automatic axes inside a partly manual `jax.shard_map`, and
+    a dimension that its mesh axes don't divide.
 
     Args:
       a: `(..., M, K)`, int8 or float8_e4m3fn.
@@ -213,7 +214,7 @@ def _explicit_spec(a, b, num_batch):
             "out_sharding to say so")
     batch = [x if x is not None else y for x, y in zip(a[:num_batch], b[:num_batch])]
     spec = [*batch, *a[num_batch:-1], b[-2]]
-    axes = [axis for entry in spec for axis in _axes(entry)]
+    axes = [axis for entry in spec for axis in mesh_axes(entry)]
     if len(axes) != len(set(axes)):
         raise _compat.ShardingTypeError(
             f"scaled_mm: with a sharded as {a} and b as {b}, the result would be sharded twice over one mesh "
@@ -247,19 +248,6 @@ def _call_kernel(a, b, *vectors, names, num_batch, out_dtype, fast_accum):
 def _call_reference(a, b, *vectors, names, num_batch, out_dtype, fast_accum):
     del fast_accum
     return reference.scaled_mm(a, b, num_batch=num_batch, out_dtype=out_dtype, **dict(zip(names, vectors)))
-
-
-def _lower(ctx, *operands, out_sharding, **params):
-    del out_sharding  # in ctx.avals_out
-    reasons = [why for why in map(_ffi.fallback_reason, _compat.lowering_platforms(ctx)) if why is not None]
-    for why in reasons:
-        _ffi.note_fallback("scaled_mm", why)
-    local = functools.partial(_call_reference if reasons else _call_kernel, **params)
-    mesh_ctx = find_mesh(ctx)
-    if mesh_ctx is not None:
-        local = _partitioned(local, [x.shape for x in ctx.avals_in], params)
-    out, = mlir.lower_fun(local, multiple_results=False)(_compat.without_shardings(mesh_ctx or ctx), *operands)
-    return [_compat.lower_with_sharding_in_types(ctx, out, ctx.avals_out[0])]
 
 
 # Batching
@@ -323,10 +311,6 @@ def _sum_dtype(a):
 # Sharding
 
 
-def _axes(entry):
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
 def _factors(shapes, names, num_batch):
     """Names each dimension of the operands and the result; dimensions of one name are sharded alike."""
     batch = [f"b{i}" for i in range(num_batch)]
@@ -336,8 +320,9 @@ def _factors(shapes, names, num_batch):
     return factors, [*batch, *rows, "n"]
 
 
-def _partitioned(local, shapes, params):
+def _partitioned(local, shapes):
     """`local` on operands that are sharded over several devices."""
+    params = local.keywords
     factors, out_factors = _factors(shapes, params["names"], params["num_batch"])
     ones = (f"one{i}" for i in itertools.count())  # a dimension of 1 does not share its factor's sharding
     operands = [[next(ones) if is_one(size) else factor for size, factor in zip(shape, operand)]
@@ -347,32 +332,23 @@ def _partitioned(local, shapes, params):
     rule = f"{', '.join(map(' '.join, operands))} -> {' '.join(results)}"
 
     def partition(mesh, args, result):
-        specs = [_full_spec(x) for x in args]
-        axes = _assign(operands, specs, results, _full_spec(result))
+        axes = _assign(operands, [even_spec(mesh, x) for x in args], results, even_spec(mesh, result))
 
         def sharding(dims):
-            return NamedSharding(mesh, PartitionSpec(*(axes.get(dim) or None for dim in dims)))
+            return named_sharding(mesh, [axes.get(dim) for dim in dims])
 
-        def lower(*parts):
-            # The mesh of jax.set_mesh can be around the compilation; its types don't fit one device's part.
-            with jax.sharding.use_abstract_mesh(_compat.NO_MESH):
-                if not axes.get("k"):
-                    return local(*parts)
-                raw = {"names": (), "out_dtype": _sum_dtype(parts[0])}
-                acc = jax.lax.psum(functools.partial(local.func, **{**params, **raw})(*parts[:2]), axes["k"])
-                return reference.epilogue(acc, num_batch=params["num_batch"], out_dtype=params["out_dtype"],
-                                          **dict(zip(params["names"], parts[2:])))
+        def sum_over_k(*parts):
+            raw = {"names": (), "out_dtype": _sum_dtype(parts[0])}
+            acc = jax.lax.psum(functools.partial(local, **raw)(*parts[:2]), axes["k"])
+            return reference.epilogue(acc, num_batch=params["num_batch"], out_dtype=params["out_dtype"],
+                                      **dict(zip(params["names"], parts[2:])))
 
+        lower = without_mesh(sum_over_k if axes.get("k") else local)
         return mesh, lower, sharding(results), tuple(map(sharding, operands))
 
     wrapped = custom_partitioning(lambda *operands: local(*operands))
     wrapped.def_partition(partition=partition, sharding_rule=rule)
     return wrapped
-
-
-def _full_spec(x):
-    spec = [_axes(entry) for entry in x.sharding.spec]
-    return spec + [()] * (len(x.shape) - len(spec))
 
 
 def _assign(operands, specs, results, result_spec):
@@ -397,7 +373,6 @@ def _assign(operands, specs, results, result_spec):
 
 _compat.define_impl(scaled_mm_p)
 scaled_mm_p.def_abstract_eval(_abstract_eval)
-mlir.register_lowering(scaled_mm_p, _lower)
-mlir.register_lowering(scaled_mm_p, _lower, platform="cuda")
+register_lowerings(scaled_mm_p, "scaled_mm", _call_kernel, _call_reference, _partitioned)
 batching.primitive_batchers[scaled_mm_p] = _batch
 ad.primitive_jvps[scaled_mm_p] = _jvp

@@ -260,3 +260,12 @@ def test_set_mesh_around_unsharded_arguments(kind, operands):
     with jax.set_mesh(make_mesh((4, 2), ("x", "y"), kind)):
         got = jax.jit(f32_azp)(*operands)
     np.testing.assert_array_equal(got, f32_azp(*operands))
+
+
+@pytest.mark.parametrize("sharding", [specs(m="x"), specs(n="x"), specs(k_a="x", k_b="x"), specs(k_b="x")])
+def test_dimensions_that_the_mesh_does_not_divide(operands, sharding):
+    """Slices of operands that it does divide; XLA fills up the parts with junk, which no sum over K may see."""
+    m, n, k = M - 3, N - 3, K - 3
+    cut = lambda a, b, s, t, adj, azp, c: f32_azp(a[:m, :k], b[:n, :k], s[:m], t[:n], adj[:n], azp[:m], c[:n])
+    mesh = make_mesh((8,), ("x",), AxisType.Auto)
+    np.testing.assert_array_equal(jax.jit(cut)(*put(mesh, operands, sharding)), cut(*operands))
