@@ -6,6 +6,7 @@
 #include <cmath>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <stdexcept>
 #include <tuple>
@@ -120,14 +121,25 @@ double predict(Instance const& i, int option, ScaledMm const& p, int sm_count) {
   return i.cost.launch + std::pow(std::pow(computing, 4) + std::pow(reading, 4), 0.25);
 }
 
-using TuningKey = std::tuple<DType, DType, bool, int, int, int, int>;
+// Measured choices: for operands and output of some kind and one N and K, by M.
+using TuningKey = std::tuple<DType, Accum, int, int, int, int>;
 
 TuningKey tuning_key(ScaledMm const& p) {
-  return {p.in, p.out_dtype, p.fast_accum, p.m, p.n, p.k, p.batch};
+  return {p.in, accum_of(p), bytes_of(p.out_dtype), p.n, p.k, p.batch};
 }
 
 std::shared_mutex tuning_mutex;
-std::map<TuningKey, ScaledMmChoice> tuning;
+std::map<TuningKey, std::map<int, ScaledMmChoice>> tuning;
+
+// The choice for the next M that was measured, if that is not far.
+std::optional<ScaledMmChoice> find_tuned(ScaledMm const& p) {
+  std::shared_lock lock(tuning_mutex);
+  auto const by_m = tuning.find(tuning_key(p));
+  if (by_m == tuning.end()) return std::nullopt;
+  auto const next = by_m->second.lower_bound(p.m);
+  if (next == by_m->second.end() || next->first >= 2 * p.m) return std::nullopt;
+  return next->second;
+}
 
 }  // namespace
 
@@ -145,11 +157,7 @@ std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& p) {
 
 ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   ScaledMmChoice best{-1, 1};
-  {
-    std::shared_lock lock(tuning_mutex);
-    auto tuned = tuning.find(tuning_key(p));
-    if (tuned != tuning.end() && (tuned->second.instance < 0 || tma_aligned(p))) return tuned->second;
-  }
+  if (auto const tuned = find_tuned(p); tuned && (tuned->instance < 0 || tma_aligned(p))) return *tuned;
   if (!tma_aligned(p)) return best;
   double best_time = 0;
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
@@ -171,7 +179,7 @@ void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice) {
   });
   if (!serves) throw std::invalid_argument(describe_scaled_mm(choice) + " does not serve this product");
   std::unique_lock lock(tuning_mutex);
-  tuning[tuning_key(problem)] = choice;
+  tuning[tuning_key(problem)][problem.m] = choice;
 }
 
 void clear_scaled_mm_tuning() {
