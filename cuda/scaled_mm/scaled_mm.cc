@@ -147,9 +147,10 @@ std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& p) {
   std::vector<ScaledMmChoice> choices{{-1, 1}};
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
     if (!tma_aligned(p) || !serves(kInstances[i], p)) continue;
-    int const options[2][4] = {{1, 8, 0, 0}, {1, 2, 4, 8}};
-    for (int option : options[kInstances[i].kind == Kind::kStream]) {
-      if (option > 0) choices.push_back({i, option});
+    bool const stream = kInstances[i].kind == Kind::kStream;
+    for (int option : {1, 2, 4, 8}) {
+      bool const square = option == 8 && !kInstances[i].swap;
+      if (option == 1 || stream || square) choices.push_back({i, option});
     }
   }
   return choices;
