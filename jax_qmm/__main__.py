@@ -1,13 +1,17 @@
 """The command line: `python -m jax_qmm COMMAND`."""
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
-DEMO_PACKAGES = {"flax", "matplotlib", "optax", "sklearn", "tqdm"}
+from jax_qmm.bench.shapes import OUT_DTYPES, add_arguments, products
+
+# What the commands need beside jax, by import name.
+OPTIONAL_PACKAGES = {"flax", "matplotlib", "optax", "sklearn", "tqdm"}
 
 
-def png_file(text: str) -> Path:
+def output_file(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
@@ -28,21 +32,69 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     demo = commands.add_parser(
         "demo", help="train a small transformer on handwritten digits and quantize it three ways")
-    demo.add_argument("--png", type=png_file, metavar="FILE", help="also draw the comparison as a PNG")
+    demo.add_argument("--png", type=output_file, metavar="FILE", help="also draw the comparison as a PNG")
     demo.add_argument("--seed", type=int, default=0, help="of split, parameters and order (%(default)s)")
     demo.add_argument("--epochs", type=positive, default=20, help="passes over the images (%(default)s)")
     demo.set_defaults(run=run_demo)
+
+    bench = commands.add_parser(
+        "bench", help="measure the kernels against the roofline, XLA and cuBLASLt on this GPU",
+        description="Measures the kernels on this GPU against the roofline, XLA and, where PyTorch is "
+                    "installed, cuBLASLt. Ctrl-C reports what is measured by then.")
+    add_arguments(bench)
+    bench.add_argument("--peers", type=peers, metavar="xla,cublaslt",
+                       help='"xla", "cublaslt", both or "none" (cublaslt, and for a few products xla, which '
+                            "compiles up to 80 s for one of fp8)")
+    bench.add_argument("--csv", type=output_file, metavar="FILE", help="also write the figures as CSV")
+    bench.add_argument("--png", type=output_file, metavar="FILE",
+                       help="also draw what is achieved of the roofline by M")
+    bench.set_defaults(run=run_bench)
+
+    tune = commands.add_parser(
+        "tune", help="measure every kernel on this GPU and remember the fastest",
+        description="Measures every kernel on this GPU and writes the fastest to a file, which later "
+                    "processes load: that of JAX_QMM_TUNING, or else of the user's cache directory. Ctrl-C "
+                    "keeps what is measured by then.")
+    add_arguments(tune)
+    tune.add_argument("--out-dtype", choices=OUT_DTYPES, nargs="+", default=["bfloat16"],
+                      help="of the results (bfloat16)")
+    tune.add_argument("--file", type=Path, metavar="PATH", help="the file to write, or to add to")
+    tune.set_defaults(run=run_tune)
     return top
 
 
-def run_demo(*, seed: int, epochs: int, png: Path | None) -> None:
+def peers(text: str) -> list[str]:
+    names = [] if text == "none" else text.split(",")
+    if unknown := set(names) - {"xla", "cublaslt"}:
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is none of xla, cublaslt and none")
+    return names
+
+
+def load(command: str, module: str, install: str):
+    """The module of a command; ends the process where a package that it needs is absent."""
     try:
-        from jax_qmm import demo
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in DEMO_PACKAGES:
+        if error.name not in OPTIONAL_PACKAGES:
             raise
-        sys.exit(f'the demo needs the package {error.name!r}, which is absent: pip install "jax_qmm[demo]"')
-    demo.main(seed=seed, epochs=epochs, png=png)
+        sys.exit(f"the {command} needs the package {error.name!r}, which is absent: "
+                 f"pip install {install.format(error.name)}")
+
+
+def run_demo(**options) -> None:
+    load("demo", "jax_qmm.demo", '"jax_qmm[demo]"').main(**options)
+
+
+def run_bench(*, model, shapes, m, dtype, **options) -> None:
+    if options["png"]:
+        load("plot", "jax_qmm.bench.figure", "{}")
+    named = products(model=model, shapes=shapes, m=m, dtype=dtype)
+    load("benchmark", "jax_qmm.bench.run", "{}").main(products=named, **options)
+
+
+def run_tune(*, model, shapes, m, dtype, out_dtype, file) -> None:
+    named = products(model=model, shapes=shapes, m=m, dtype=dtype, out_dtype=out_dtype)
+    load("tuning", "jax_qmm.bench.tune", "{}").main(products=named, file=file)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,6 +8,8 @@ import warnings
 import jax
 from jax import export
 
+from jax_qmm import tuning
+
 TARGETS = ("jax_qmm_scaled_mm", "jax_qmm_quantize_dynamic", "jax_qmm_quantize_static")
 
 
@@ -49,7 +51,20 @@ def fallback_reason(platform: str) -> str | None:
         if gpu.compute_capability.replace(".", "") not in (arch.rstrip("a") for arch in built):
             return (f"{gpu.device_kind} has compute capability {gpu.compute_capability}; "
                     f"this build has kernels for {', '.join(built)}")
+    _tuned()
     return None
+
+
+@functools.cache
+def _tuned():
+    """Gives the tuning file to the extension, once; the products whose kernels it fixes.
+
+    Not when the extension is loaded: whether the file serves depends on the GPU, and an import must not start
+    JAX's backends.
+    """
+    kernels, _ = _load()
+    gpus = _gpus()
+    return tuning.apply(kernels, gpus[0]) if kernels and gpus else frozenset()
 
 
 @functools.cache
@@ -70,14 +85,20 @@ def note_fallback(op: str, reason: str) -> None:
 
 
 def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum) -> str:
-    """The kernel that the extension chooses for this product, in words; "" without the extension."""
+    """The kernel that the extension chooses for this product and why, in words; "" without the extension."""
     kernels, _ = _load()
     if kernels is None:
         return ""
     gpus = _gpus()
-    sm_count = gpus[0].core_count if gpus else 132
-    chosen = kernels.select_scaled_mm(m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum, sm_count)
-    return kernels.describe_scaled_mm(chosen)
+    product = tuning.Product(m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum)
+    if product in _tuned():
+        why = "tuned"
+    elif len(kernels.scaled_mm_choices(*product)) == 1:
+        why = "the only one for this alignment"
+    else:
+        why = "by the cost model"
+    chosen = kernels.select_scaled_mm(*product, gpus[0].core_count if gpus else 132)
+    return f"{kernels.describe_scaled_mm(chosen)} ({why})"
 
 
 def export_disabled_checks() -> list[export.DisabledSafetyCheck]:

@@ -1,0 +1,60 @@
+"""The benchmark's results as a figure: how much of the roofline is achieved by M."""
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from jax_qmm.bench.report import KINDS, LABELS, Row
+
+COLORS = {"int8": "C0", "fp8": "C1", "bf16": "0.5"}
+STYLES = {"ours": ("-", "o", 2), "cublaslt": ("--", "s", 1.2), "xla": (":", "^", 1.2),
+          "cublas_bf16": ("--", "s", 1.2), "xla_bf16": (":", "^", 1.2)}
+
+
+def draw(rows: Sequence[Row], title: str) -> Figure:
+    """A panel for each weight, a line for each kernel; bfloat16 ones against the same 8-bit roofline."""
+    weights = list(dict.fromkeys((row.product.n, row.product.k) for row in rows))
+    columns = min(4, math.ceil(math.sqrt(len(weights))))
+    lines = math.ceil(len(weights) / columns)
+    drawing = Figure(figsize=(max(7, 4 * columns), 0.9 + 2.9 * lines), layout="constrained")
+    drawing.suptitle(title, fontsize="medium", x=0.01, ha="left")
+    panels = drawing.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    labelled, ticks = {}, sorted({row.product.m for row in rows})
+    for axes, (n, k) in zip(panels.flat, weights):
+        inside = [row for row in rows if (row.product.n, row.product.k) == (n, k)]
+        for label, (points, color, name) in _lines(inside).items():
+            dash, marker, width = STYLES[name]
+            labelled[label], = axes.plot(*zip(*sorted(points.items())), dash, marker=marker, markersize=3.5,
+                                         linewidth=width, color=color, zorder=3 if name == "ours" else 2)
+        axes.set_title(f"N {n}, K {k}", fontsize="medium")
+        axes.axhline(1, color="0.3", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, map(str, ticks), rotation=60)
+        axes.minorticks_off()
+        axes.tick_params(labelsize="small")
+        axes.grid(color="0.9")
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels.flat[len(weights):]:
+        axes.set_visible(False)
+    panels[0, 0].set_ylim(0)
+    panels[0, 0].yaxis.set_major_formatter(PercentFormatter(1))
+    drawing.supxlabel("M", fontsize="small")
+    drawing.supylabel("achieved of the 8-bit roofline", fontsize="small")
+    drawing.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False,
+                   fontsize="small")
+    return drawing
+
+
+def _lines(rows):
+    """The lines of a panel by label: {M: part of the roofline}, color, key of STYLES."""
+    found = {}
+    for name in STYLES:
+        for row in rows:
+            if name in row.us:
+                kind = "bf16" if name.endswith("bf16") else KINDS[row.product.dtype]
+                label = LABELS[name][0] if kind == "bf16" else f"{LABELS[name][0]}, {kind}"
+                points, *_ = found.setdefault(label, ({}, COLORS[kind], name))
+                points[row.product.m] = row.share(name)
+    return found

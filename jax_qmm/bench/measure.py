@@ -1,0 +1,128 @@
+"""Times on the GPU: of kernels in CUDA graphs, and of jitted programs by the clock on the wall.
+
+Either rotates over sets of operands that together exceed the L2 cache several times, or it would serve them.
+"""
+
+import functools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_qmm
+from jax_qmm import _ffi
+from jax_qmm.tuning import Product
+
+PEAK = 1979e12  # operations a second, dense and of 8 bits: H100 SXM, H200
+
+
+def open_gpu(command: str):
+    """The extension module and the GPU that its kernels run on; ends the process with code 2 without them."""
+    gpus = _ffi._gpus()
+    reason = _ffi.fallback_reason("cuda") if gpus else "JAX sees no NVIDIA GPU here"
+    if reason:
+        print(f"{command} measures the kernels on a GPU, and can't: {reason}", file=sys.stderr)
+        raise SystemExit(2)
+    return _ffi._load()[0], gpus[0]
+
+
+@functools.cache
+def _pattern(dtype):
+    # The power that the multipliers draw, and so the clock, depends on the operands: no zeros or small ones.
+    rng = np.random.default_rng(0)
+    if dtype == jnp.int8:
+        return rng.integers(-127, 128, 8 << 20, np.int8)
+    return rng.standard_normal(8 << 20, np.float32).astype(dtype)
+
+
+def kernel_us(kernels, product: Product, choices: Sequence[tuple[int, int]], rounds: int) -> list[float]:
+    """Median microseconds of each choice of the extension for `product`, taking turns `rounds` times."""
+    m, n, k, _, dtype, out_dtype, fast_accum = product
+    return kernels.measure_scaled_mm(
+        m, n, k, dtype, out_dtype, fast_accum, list(choices), _pattern(jnp.dtype(dtype)).tobytes(), rounds)
+
+
+def count_sets(nbytes: int, most: int) -> int:
+    """How many sets of operands of `nbytes` exceed the L2 cache, but at least two and at most `most`."""
+    return min(most, max(2, math.ceil(400e6 / nbytes)))
+
+
+def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
+    """Microseconds of a call of `function`, of those for all `sets` of arguments in one jitted program."""
+    program = jax.jit(lambda sets: [function(*arguments) for arguments in sets]).lower(sets).compile()
+
+    def seconds(calls):
+        start = time.perf_counter()
+        out = None
+        for _ in range(calls):
+            out = program(sets)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / calls
+
+    seconds(2)
+    # Enough calls in a row that the first one's way to the GPU and the last one's back do not count.
+    calls = min(50, math.ceil(0.02 / seconds(1)))
+    return statistics.median(seconds(calls) for _ in range(7)) / len(sets) * 1e6
+
+
+def copy_bandwidth(nbytes: int = 128 << 20) -> float:
+    """Bytes a second, read and written, of copies of `nbytes` on the device."""
+    sets = [(jnp.full((nbytes,), i, jnp.int8),) for i in range(8)]
+    return 2 * nbytes / jit_us(jnp.copy, sets) * 1e6  # outputs of their own, so that XLA can't but copy
+
+
+def nbytes(product: Product) -> int:
+    """Bytes of the operands and the result of a product."""
+    m, n, k = product[:3]
+    return product.batch * (m * k + n * k + m * n * jnp.dtype(product.out_dtype).itemsize)
+
+
+def roofline_us(product: Product, bandwidth: float) -> float:
+    """Microseconds of a product's bytes at `bandwidth` or its operations at the peak: no kernel is faster.
+
+    >>> product = Product(1024, 6144, 4096, 1, "int8", "bfloat16", False)
+    >>> f"{roofline_us(product, 4.3e12):.1f}"
+    '26.0'
+    """
+    operations = 2 * product.m * product.n * product.k * product.batch
+    return 1e6 * max(nbytes(product) / bandwidth, operations / PEAK)
+
+
+def operands(product: Product, dtype: str, most: int = 12) -> list[tuple]:
+    """Sets of a `(M, K)` and b `(N, K)` of `dtype`, scale_a `(M,)` and scale_b `(N,)` on the GPU."""
+    pattern = _pattern(jnp.dtype(dtype))
+    m, n, k = product[:3]
+
+    def matrix(rows, offset):
+        return jnp.asarray(np.resize(np.roll(pattern, offset), (rows, k)))
+
+    size = (m + n) * k * pattern.itemsize + 2 * m * n
+    return [(matrix(m, 4099 * i), matrix(n, 8209 * i + 1), jnp.full(m, 0.01), jnp.full(n, 0.01))
+            for i in range(count_sets(size, most))]
+
+
+def xla_scaled_mm(a, b, scale_a, scale_b):
+    """What `jax_qmm.scaled_mm` computes, written for XLA alone."""
+    wide = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    sums = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+    return (scale_a[:, None] * (scale_b * sums.astype(jnp.float32))).astype(jnp.bfloat16)
+
+
+def xla_bf16(a, b, scale_a, scale_b):
+    """The product of bfloat16 operands that quantizing replaces."""
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+
+def in_jit(product: Product) -> dict[str, Callable[[], float]]:
+    """What measures, inside jitted programs: `scaled_mm`, the same by XLA, and XLA's product of bfloat16."""
+    eight = functools.cache(lambda: operands(product, product.dtype))
+    return {
+        "jit": lambda: jit_us(jax_qmm.scaled_mm, eight()),
+        "xla": lambda: jit_us(xla_scaled_mm, eight()),
+        "xla_bf16": lambda: jit_us(xla_bf16, operands(product, "bfloat16")),
+    }

@@ -1,0 +1,91 @@
+"""`python -m jax_qmm bench`: the kernels against the roofline, XLA and cuBLASLt."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from tqdm import tqdm
+
+from jax_qmm import _ffi
+from jax_qmm.bench import cublaslt, measure, report
+from jax_qmm.tuning import Product
+
+PEERS = ("xla", "cublaslt")
+FEW = 8  # products whose programs XLA compiles within minutes, although it takes up to 80 s for one of fp8
+ROUNDS = 9
+NOTES = """\
+us: median of CUDA graph replays, as of cuBLASLt; in jit: by the clock, in one program of many such calls.
+(1.20x): takes 1.20 times as long as jax_qmm measured in the same way.
+The calls have operands of their own, which together exceed the L2 cache several times.
+cuBLASLt is PyTorch's: fp8 with the same scales; int8 for M > 16 alone, to int32 and without scales."""
+
+
+def choose_peers(asked: Sequence[str] | None, count: int) -> tuple[list[str], list[str]]:
+    """The peers to measure beside `count` products, and remarks on those left out."""
+    peers, remarks = list(PEERS if asked is None else asked), []
+    if asked is None and count > FEW:
+        peers.remove("xla")
+        remarks.append(f"XLA is left out: it takes up to 80 s to compile a product of fp8, and these are "
+                       f"{count} products; --peers xla,cublaslt measures it.")
+    if "cublaslt" in peers and (missing := cublaslt.missing()):
+        peers.remove("cublaslt")
+        remarks.append(f"cuBLASLt is left out: {missing}.")
+    return peers, remarks
+
+
+def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], bandwidth: float,
+                rows: list[report.Row], failures: list[str]) -> None:
+    """Measures ours and the peers and shows a progress bar; appends to `rows` and `failures` as it goes."""
+    with tqdm(products, desc="bench", unit="product") as bar:
+        for product in bar:
+            *shape, dtype, out_dtype, fast_accum = product
+            where = _ffi.describe_scaled_mm(*shape, dtype, out_dtype, fast_accum)
+            row = report.Row(product, where, measure.roofline_us(product, bandwidth))
+            chosen = kernels.select_scaled_mm(*product, _ffi._gpus()[0].core_count)
+            calls = {"ours": lambda: measure.kernel_us(kernels, product, [chosen], ROUNDS)[0]}
+            if "cublaslt" in peers:
+                calls |= cublaslt.calls(product)
+            if "xla" in peers:
+                calls |= measure.in_jit(product)
+            for name, call in calls.items():
+                label = report.LABELS[name][0]
+                bar.set_postfix_str(f"M {product.m}, N {product.n}, K {product.k}, {label}")
+                try:
+                    row.us[name] = call()
+                except RuntimeError as error:  # of CUDA, PyTorch or XLA: no memory, a shape not supported
+                    failures.append(f"{label} failed on {product}: {str(error).splitlines()[0]}")
+                    if name == "ours":
+                        break
+                if name == "ours":
+                    rows.append(row)
+
+
+def main(*, products: Sequence[Product], peers: Sequence[str] | None, csv: Path | None,
+         png: Path | None) -> None:
+    """Measures and prints the report, on Ctrl-C of what there is; see `python -m jax_qmm bench --help`."""
+    if png:
+        from jax_qmm.bench import figure  # before minutes of measuring, since matplotlib may be absent
+    kernels, gpu = measure.open_gpu("bench")
+    names, remarks = choose_peers(peers, len(products))
+    title = f"jax_qmm on {gpu.device_kind}, jax {jax.__version__}"
+    print(title, *remarks, sep="\n", flush=True)
+    bandwidth = measure.copy_bandwidth()
+    rows, failures, interrupt = [], [], None
+    try:
+        measure_all(kernels, products, names, bandwidth, rows, failures)
+    except KeyboardInterrupt as error:
+        interrupt = error
+        failures.append(f"interrupted: {len(rows)} of {len(products)} products were measured")
+    roofline = (f"roofline: bytes at {bandwidth / 1e12:.2f} TB/s, what a copy reached in this run, or "
+                f"operations at {measure.PEAK / 1e12:.0f} Tera-ops/s")
+    if rows:
+        print("", *report.tables(rows), report.summary(rows), f"{roofline}\n{NOTES}", sep="\n\n")
+    print(*failures, sep="\n", end="\n" if failures else "")
+    if rows and csv:
+        report.write_csv(csv, rows, bandwidth)
+        print(f"wrote {csv}")
+    if rows and png:
+        figure.draw(rows, f"{title}; {roofline}").savefig(png, format="png", dpi=150)
+        print(f"wrote {png}")
+    if interrupt:
+        raise interrupt

@@ -1,0 +1,58 @@
+"""What to measure: the products of a model, or of shapes given by hand."""
+
+import argparse
+
+from jax_qmm.tuning import Product
+
+# (N, K) of the linear layers: query-key-value, attention output, gate-up, down.
+MODELS = {
+    "llama-3-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "llama-3-70b": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
+}
+ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name products: --model, --shapes, --m and --dtype."""
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", choices=MODELS, default="llama-3-8b",
+                         help="the weights of its linear layers (%(default)s)")
+    weights.add_argument("--shapes", type=_weight, nargs="+", metavar="N,K",
+                         help="weights of these shapes instead")
+    parser.add_argument("--m", type=_numbers, default=ROWS, metavar="M,M,...",
+                        help=f"numbers of tokens ({','.join(map(str, ROWS))})")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES),
+                        help="of the operands (both)")
+
+
+def products(*, model: str, shapes, m, dtype, out_dtype=("bfloat16",)) -> list[Product]:
+    """The products that the arguments name, each once, those of one weight together.
+
+    >>> [str(product) for product in products(model="", shapes=[(6144, 4096)], m=(1, 16), dtype=["fp8"])]
+    ['float8_e4m3fn to bfloat16, M 1, N 6144, K 4096', 'float8_e4m3fn to bfloat16, M 16, N 6144, K 4096']
+    """
+    # As scaled_mm has it by default: fp8 is summed fast, int8 knows no other way than exactly.
+    named = (Product(rows, n, k, 1, DTYPES[kind], out, kind == "fp8")
+             for n, k in shapes or MODELS[model] for kind in dtype for out in out_dtype for rows in m)
+    return list(dict.fromkeys(named))
+
+
+def _numbers(text):
+    numbers = tuple(int(number) for number in text.split(","))
+    if min(numbers) < 1 or max(numbers) >= 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text} holds a number that is no positive 32-bit integer")
+    return numbers
+
+
+def _weight(text):
+    numbers = _numbers(text)
+    if len(numbers) != 2:
+        raise argparse.ArgumentTypeError(f"{text} is no pair N,K")
+    return numbers
+
+
+# argparse names these in "invalid ... value".
+_numbers.__name__ = "list of numbers"
+_weight.__name__ = "pair N,K"

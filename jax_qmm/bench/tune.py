@@ -1,0 +1,90 @@
+"""`python -m jax_qmm tune`: measures every kernel on the user's products and GPU, and stores the fastest."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import geometric_mean
+
+from tqdm import tqdm
+
+from jax_qmm import tuning
+from jax_qmm.bench import measure, report
+from jax_qmm.tuning import Entry, Product
+
+FINALISTS = 6
+ROUNDS = 15
+NOISE = 0.99  # what takes a larger part of the default's time is no gain: medians repeat to about 1 %
+
+
+def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[int, int], float, float]:
+    """The fastest kernel for `product`, its microseconds, and those of `default`.
+
+    All that serve are measured once, to leave most of them out, then the best and the default many times. The
+    default stays where the gain is noise.
+    """
+    choices = kernels.scaled_mm_choices(*product)
+    once = dict(zip(choices, measure.kernel_us(kernels, product, choices, 1)))
+    finalists = list(dict.fromkeys([default, *sorted(choices, key=once.get)[:FINALISTS]]))
+    us = dict(zip(finalists, measure.kernel_us(kernels, product, finalists, ROUNDS)))
+    best = min(finalists, key=us.get)
+    if us[best] > NOISE * us[default]:
+        best = default
+    return best, us[best], us[default]
+
+
+def main(*, products: Sequence[Product], file: Path | None) -> None:
+    """Measures, and writes after every product; see `python -m jax_qmm tune --help`."""
+    kernels, gpu = measure.open_gpu("tune")
+    file = file or tuning.path() or tuning.default_path()
+    entries = {}
+    try:
+        if file.exists():
+            entries = {entry.product: entry for entry in tuning.load(file, kernels, gpu)}
+        tuning.save(file, gpu, entries.values())  # now, not after minutes, if it can't be written
+    except tuning.RefusedError as error:
+        _stop(f"{file} would be overwritten, and is no tuning file for this GPU and build: {error}. "
+              "Remove it, or name another with --file.")
+    except OSError as error:
+        _stop(f"{file} can't be written: {error.strerror}")
+
+    kernels.clear_scaled_mm_tuning()  # the defaults are the cost model's
+    measured = {}
+    try:
+        with tqdm(products, desc="tune", unit="product") as bar:
+            for product in bar:
+                bar.set_postfix_str(f"M {product.m}, N {product.n}, K {product.k}")
+                default = kernels.select_scaled_mm(*product, gpu.core_count)
+                try:
+                    best, us, default_us = fastest(kernels, product, default)
+                except RuntimeError as error:  # of CUDA: too little memory
+                    bar.write(f"left out: {product} ({error})")
+                    continue
+                entries[product] = Entry(product, kernels.describe_scaled_mm(best), us)
+                tuning.save(file, gpu, entries.values())
+                measured[product] = default, default_us
+    finally:
+        if measured:
+            print("", *_report(kernels, entries, measured), sep="\n")
+        print(f"{file} holds {len(entries)} products on {gpu.device_kind}" + (
+            "" if tuning.path() == file else f"; set JAX_QMM_TUNING={file} to load it"))
+
+
+def _report(kernels, entries, measured):
+    rows, gains = [], []
+    for product, (default, default_us) in measured.items():
+        _, kernel, us = entries[product]
+        gains.append(default_us / us)
+        default = kernels.describe_scaled_mm(default)
+        gain = "" if kernel == default else f"{gains[-1]:.2f}x {default}"
+        shape = map(str, product[:3])
+        rows.append((product.dtype, product.out_dtype, *shape, report.format_us(us), kernel, gain))
+    header = ("dtype", "out", "M", "N", "K", "us", "kernel", "times as fast as the cost model's")
+    others = sum(bool(row[-1]) for row in rows)
+    yield report.align(header, rows, left=2)
+    yield (f"\n{others} of {len(rows)} products get another kernel than the cost model's: "
+           f"{geometric_mean(gains):.3f} times as fast (geometric mean of all)")
+
+
+def _stop(message):
+    print(message, file=sys.stderr)
+    raise SystemExit(2)
