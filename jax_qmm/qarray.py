@@ -10,7 +10,8 @@ from jax_qmm import reference
 
 QTYPES = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 SCALE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-_LEAVES = ("qvalue", "scale", "zero_point", "azp_adj")
+_INT32 = (jnp.dtype(jnp.int32),)
+_LEAVES = {"qvalue": QTYPES, "scale": SCALE_DTYPES, "zero_point": _INT32, "azp_adj": _INT32}
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -55,12 +56,14 @@ class QArray:
         self._check()
 
     def _check(self):
-        if self.qtype not in QTYPES:
-            raise TypeError(f"qvalue has dtype {self.qtype}, needs one of {', '.join(map(str, QTYPES))}")
-        if self.scale.dtype not in SCALE_DTYPES:
-            raise TypeError(
-                f"scale has dtype {self.scale.dtype}, needs one of {', '.join(map(str, SCALE_DTYPES))}"
-            )
+        for name, dtypes in _LEAVES.items():
+            leaf, needs = getattr(self, name), ", ".join(map(str, dtypes))
+            if leaf is None and name in ("zero_point", "azp_adj"):
+                continue
+            if not hasattr(leaf, "dtype"):
+                raise TypeError(f"{name} is a {type(leaf).__name__}, needs an array of {needs}")
+            if leaf.dtype not in dtypes:
+                raise TypeError(f"{name} has dtype {leaf.dtype}, needs {needs}")
         shape, scale_shape = self.qvalue.shape, self.scale.shape
         if len(shape) != len(scale_shape) or not all(map(_divides, scale_shape, shape)):
             raise ValueError(f"scale has shape {scale_shape}, needs the rank of qvalue {shape} "
@@ -68,12 +71,13 @@ class QArray:
         if self.zero_point is not None:
             if self.qtype != jnp.int8:
                 raise TypeError(f"zero_point was given with qvalue of dtype {self.qtype}, needs int8")
-            if self.zero_point.dtype != jnp.int32:
-                raise TypeError(f"zero_point has dtype {self.zero_point.dtype}, needs int32")
             if self.zero_point.shape != scale_shape:
                 raise ValueError(
                     f"zero_point has shape {self.zero_point.shape}, needs that of scale {scale_shape}"
                 )
+        sums = () if self.azp_adj is None else self.azp_adj.shape
+        if sums and (len(sums) != len(shape) or any(n not in (1, size) for n, size in zip(sums, shape))):
+            raise ValueError(f"azp_adj has shape {sums}, needs that of qvalue {shape} with 1 on summed axes")
 
     @property
     def shape(self):
@@ -188,11 +192,11 @@ class QArray:
     def __repr__(self):
         leaves = [leaf for leaf in map(self.__dict__.get, _LEAVES) if leaf is not None]
         if not leaves or not all(hasattr(leaf, "dtype") for leaf in leaves):  # a tree of paths, specs, ...
-            parts = [repr(self.qvalue), *(f"{name}={getattr(self, name)!r}" for name in _LEAVES[1:])]
+            parts = [repr(self.qvalue), *(f"{name}={getattr(self, name)!r}" for name in [*_LEAVES][1:])]
             return f"QArray({', '.join(parts)})"
         stored = self.storage_axes()
         describe = lambda leaf: f"{leaf.dtype}[{','.join(str(leaf.shape[axis]) for axis in stored)}]"
-        leaves = ((name, getattr(self, name)) for name in _LEAVES[1:])
+        leaves = ((name, getattr(self, name)) for name in [*_LEAVES][1:])
         parts = [describe(self.qvalue)]
         parts += [f"{name}={describe(leaf)}" for name, leaf in leaves if leaf is not None]
         if self._permutation:
@@ -219,10 +223,10 @@ class QArray:
 
 
 def _divides(part, whole):
-    # Dimensions of size 0 or symbolic ones divide only by 1 and themselves.
+    # Symbolic dimensions and 0 divide by 1 and themselves alone.
     if isinstance(part, int) and isinstance(whole, int) and part > 0:
         return whole % part == 0
-    return part == whole
+    return reference.is_one(part) or part == whole
 
 
 jax.export.register_pytree_node_serialization(

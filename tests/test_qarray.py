@@ -200,6 +200,18 @@ def test_sums_are_of_the_stored_values():
             TypeError,
             "zero_point was given with qvalue of dtype float8_e4m3fn",
         ),
+        (([[1]], 1.0), TypeError, "qvalue is a list, needs an array of int8, float8_e4m3fn"),
+        ((np.zeros((2, 3), np.int8), 1.0), TypeError, "scale is a float, needs an array of float32"),
+        (
+            (np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), None, np.ones((2, 1), np.float32)),
+            TypeError,
+            "azp_adj has dtype float32, needs int32",
+        ),
+        (
+            (np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), None, np.ones((3, 1), np.int32)),
+            ValueError,
+            r"azp_adj has shape \(3, 1\), needs that of qvalue \(2, 3\)",
+        ),
     ],
 )
 def test_leaves_that_do_not_fit_are_refused(leaves, error, message):

@@ -269,15 +269,16 @@ def test_scales_that_are_not_per_row_say_that_they_have_no_kernel(monkeypatch):
         lowered_for_cuda(lambda x: jax_qmm.quantize(x, axis=0), x)
 
 
-def test_exports_with_a_symbolic_dimension():
+@pytest.mark.parametrize("axis", [1, None])
+def test_exports_with_a_symbolic_dimension(axis):
     (m,) = jax.export.symbolic_shape("m")
-    f = jax.jit(functools.partial(jax_qmm.quantize, symmetric=False))
+    f = jax.jit(functools.partial(jax_qmm.quantize, axis=axis, symmetric=False))
     exported = jax.export.export(
         f, platforms=["cpu", "cuda"], disabled_checks=jax_qmm.export_disabled_checks()
     )(jax.ShapeDtypeStruct((m, 16), jnp.float32))
     assert "jax_qmm_quantize_dynamic" in exported.mlir_module()
     x = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
-    assert_equal(jax.export.deserialize(exported.serialize()).call(x), oracle(x, INT8, 1, False))
+    assert_equal(jax.export.deserialize(exported.serialize()).call(x), oracle(x, INT8, axis, False))
 
 
 X = np.ones((4, 6), np.float32)
