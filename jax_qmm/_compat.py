@@ -22,8 +22,8 @@ def define_impl(primitive):
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
 
-def asks_full_precision(precision):
-    """Whether a dot's `precision` argument, or the default when it is None, asks for full float32 sums."""
+def asks_highest_precision(precision):
+    """Whether a dot's `precision` argument, or the default when it is None, is the highest."""
     parsed = canonicalize_precision(precision)
     return jax.lax.Precision.HIGHEST in (parsed if isinstance(parsed, tuple) else (parsed,))
 

@@ -166,8 +166,8 @@ def quantize_model(
     it; it is traced, not run.
 
     Nothing is patched and nothing that was given is changed: the model returned intercepts the calls of those
-      layers while it
-    runs. Sharding metadata (boxes) of quantized kernels is dropped; their arrays stay where they are.
+    layers while it runs. Sharding metadata (boxes) of quantized kernels is dropped; their arrays stay where
+    they are.
 
     Args:
       model: float model.

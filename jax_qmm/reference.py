@@ -1,6 +1,7 @@
 """Every op once more in plain jax.numpy: the lowering where no kernel runs, and the oracle of the tests.
 
-The arithmetic here is the definition. The kernels follow it bit for bit, except for the order of fp8 sums.
+The arithmetic here is the definition. The kernels follow it bit for bit but for fp8 sums, which tensor cores
+round more coarsely.
 """
 
 import jax

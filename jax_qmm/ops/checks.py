@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_qmm.qarray import QTYPES
+from jax_qmm.qarray import SCALE_DTYPES as FLOATS
+
 INT8 = (jnp.dtype(jnp.int8),)
 INT32 = (jnp.dtype(jnp.int32),)
-QTYPES = (*INT8, jnp.dtype(jnp.float8_e4m3fn))
-FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def array(name, x, dtypes):

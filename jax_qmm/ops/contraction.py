@@ -288,7 +288,7 @@ def _quantized_dot(plan, lhs, rhs, bias, activation_scale, activation_zero_point
         names=tuple(vectors),
         num_batch=num_batch,
         out_dtype=out_dtype,
-        fast_accum=a.dtype != jnp.int8 and not _compat.asks_full_precision(plan.precision),
+        fast_accum=a.dtype != jnp.int8 and not _compat.asks_highest_precision(plan.precision),
         out_sharding=out_sharding,
     )
     out = out.reshape(*out.shape[:-1], *size_of(columns)) if len(columns) != 1 else out

@@ -29,13 +29,13 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
       lhs: QArray, or float32, bfloat16 or float16 array.
       rhs: likewise.
       dimension_numbers: `((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`, in logical axes.
-      precision: `jax.lax.Precision.HIGHEST` accumulates fp8 products in full float32. int8 is always exact.
+      precision: of fp8 sums, as in `scaled_mm`; int8 is always exact.
       preferred_element_type: float32, bfloat16 or float16; by default the result type of the float operand
         and the scale of the QArray.
       out_sharding: sharding of the result, for Explicit meshes.
       scheme: a `W8A8` for the float operand. By default `W8A8(dtype of the QArray)`.
-      bias: float array that broadcasts against the result, added before the one rounding to the output dtype;
-      or None.
+      bias: float array that broadcasts against the result, added before the one rounding to the output dtype,
+        or None.
 
     Returns:
       Array of shape (batch, rest of lhs, rest of rhs).

@@ -36,7 +36,7 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
       tile_size: with a single `axis`, splits it into blocks of this many elements with a scale each.
       symmetric: False adds an int8 zero point.
       scale: static scale, a float array of shape () or broadcastable to the shape of the scale that is
-      returned.
+        returned.
       zero_point: static zero point, int, shapes as for `scale`; for int8 and with `scale` only.
 
     Returns:

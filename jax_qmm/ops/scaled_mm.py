@@ -23,8 +23,8 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, prec
               out_sharding=None):
     """Computes `scale_a * scale_b * (a @ b.T) + bias`.
 
-    int8 products are summed exactly in int32, fp8 products in float32. The rest is float32,
-    `fma(scale_a, scale_b * sums, bias)`, rounded once to `out_dtype`.
+    int8 products are summed exactly in int32, fp8 products in float32 or less (see `precision`). The rest is
+    float32, `fma(scale_a, scale_b * sums, bias)`, rounded once to `out_dtype`.
 
     Differentiable by the scales and the bias; a and b are constants to differentiation.
 
@@ -43,8 +43,9 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, prec
       bias: `(N,)`, float32 or `out_dtype`, or None.
       out_dtype: bfloat16, float16, float32, or int32 for the sums of int8 products; the scales are then the
         constant 1.0.
-      precision: `jax.lax.Precision.HIGHEST` sums fp8 products in full float32; by default Hopper's tensor
-        cores keep about 14 bits of the partial sums. int8 is always exact.
+      precision: of fp8 sums; int8 is always exact. Hopper's tensor cores keep about 14 bits of a sum. By
+        default that holds for all of K; `jax.lax.Precision.HIGHEST` starts a new sum every 128 products and
+        adds these sums in float32.
       out_sharding: the sharding of the result, as in `jax.lax.dot_general`. On an Explicit mesh it is needed
         where K is sharded in both a and b.
 
@@ -65,7 +66,7 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, prec
     if out_dtype == jnp.int32:
         checks.raw_sums(a, scale_a, scale_b, bias)
         return _bind(a, b, out_dtype, out_sharding)
-    fast_accum = a.dtype != jnp.int8 and not _compat.asks_full_precision(precision)
+    fast_accum = a.dtype != jnp.int8 and not _compat.asks_highest_precision(precision)
     return _scaled(a, b, scale_a, scale_b, bias, out_dtype, out_sharding, fast_accum)
 
 
