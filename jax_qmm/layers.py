@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_qmm.ops.dot_general import dot_general, einsum
 from jax_qmm.ops.quantize import quantize
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W8A8, Rule
+from jax_qmm.schemes import W8A8, Rule, check_scheme
 
 
 class RuleBook:
@@ -25,9 +25,9 @@ class RuleBook:
     """
 
     def __init__(self, rules: Sequence[Rule]):
-        if isinstance(rules, Rule) or not all(isinstance(rule, Rule) for rule in rules):
+        self._rules = tuple(rules) if isinstance(rules, Iterable) else (rules,)
+        if isinstance(rules, Rule) or not all(isinstance(rule, Rule) for rule in self._rules):
             raise TypeError(f"rules must be a sequence of jax_qmm.Rule, got {rules!r}")
-        self._rules = tuple(rules)
         self._used = set()
 
     def scheme(self, path: str) -> W8A8 | None:
@@ -91,6 +91,7 @@ def quantize_kernel(kernel: jax.Array, contracted: Sequence[int], scheme: W8A8) 
     >>> quantize_kernel(jnp.ones((3, 4, 5)), (-3,), W8A8())
     QArray(int8[3,4,5], scale=float32[1,4,5], stored=[4,5,3])
     """
+    check_scheme(scheme)
     n = kernel.ndim
     last = [axis % n for axis in contracted]
     order = [axis for axis in range(n) if axis not in last] + last

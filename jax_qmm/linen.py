@@ -186,7 +186,7 @@ def quantize_model(
       The quantized model, its variables and a `Report`. Static scales are parameters next to the kernel.
 
     Raises:
-      TypeError: if rules are no `Rule`s.
+      TypeError: if `model` is no linen.Module, `variables` has no "params", or rules are no `Rule`s.
       ValueError: if `calibration` is given and there is nothing to calibrate, or it held no batch or one with
         NaN.
 
@@ -201,6 +201,11 @@ def quantize_model(
     (1, 3, 4)
     """
     book = layers.RuleBook(rules)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, needs a linen.Module")
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        held = list(variables) if isinstance(variables, Mapping) else f"a {type(variables).__name__}"
+        raise TypeError(f'variables is {held}, needs a mapping with "params"')
     forward = forward or _forward
     if calibration is not None:
         calibration = iter(tqdm(calibration, desc="calibrating", unit="batch"))

@@ -70,12 +70,15 @@ class QuantLinear(nnx.Linear):
           A QuantLinear with the quantized kernel and the bias of `linear`.
 
         Raises:
+          TypeError: if `linear` is no nnx.Linear or `scheme` no W8A8.
           ValueError: if `linear` brings its own dot_general or promote_dtype, or is quantized already.
 
         >>> linear = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
         >>> QuantLinear.from_linear(linear, W8A8(symmetric=False))(jnp.ones((2, 3))).shape
         (2, 4)
         """
+        if not isinstance(linear, nnx.Linear):
+            raise TypeError(f"linear is a {type(linear).__name__}, needs an nnx.Linear")
         _, reason = _contracted(linear)
         if reason:
             raise ValueError(f"linear can't be quantized: {reason}")
@@ -121,7 +124,7 @@ def quantize_model(
       The quantized model and a `Report`.
 
     Raises:
-      TypeError: if rules are no `Rule`s.
+      TypeError: if `model` is no nnx.Module or rules are no `Rule`s.
       ValueError: if `calibration` is given and there is nothing to calibrate, or no batch, or a range is not
         finite.
 
@@ -133,6 +136,8 @@ def quantize_model(
     (1, 3, 4)
     """
     book = layers.RuleBook(rules)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model is a {type(model).__name__}, needs an nnx.Module")
     quantized = nnx.clone(model)
     chosen, skipped = {}, {}
     for path, layer in _layers(quantized).items():
@@ -228,8 +233,8 @@ def _quantize_layer(layer, contracted, scheme, static=None):
     """Quantizes a layer in place. `static`: scale and zero point of its input, or those of the scheme."""
     kernel = layer.kernel.get_value()
     stack = kernel.shape[:kernel.ndim - len(_kernel_shape(layer))]
-    static = layers.static_leaves(*static or (scheme.activation_scale, scheme.activation_zero_point), stack)
     layer.kernel = nnx.Param(layers.quantize_kernel(kernel, contracted, scheme))
+    static = layers.static_leaves(*static or (scheme.activation_scale, scheme.activation_zero_point), stack)
     layer.promote_dtype = _Promote(jnp.dtype(kernel.dtype), isinstance(layer, nnx.Linear))
     setattr(layer, _product_name(layer), nnx.data(_Product(scheme, *static)))
 

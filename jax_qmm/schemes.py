@@ -44,6 +44,8 @@ class W8A8:
         object.__setattr__(self, "dtype", check_qtype("dtype", self.dtype))
         if self.activation not in ("per_token", "per_tensor"):
             raise ValueError(f"activation is {self.activation!r}, needs 'per_token' or 'per_tensor'")
+        if not isinstance(self.symmetric, bool):
+            raise TypeError(f"symmetric is {self.symmetric!r}, needs True or False")
         if not self.symmetric and self.dtype != jnp.int8:
             raise ValueError(f"symmetric=False was given with dtype {self.dtype}, needs int8")
         _check_scalar("activation_scale", self.activation_scale, jnp.floating)
@@ -86,8 +88,13 @@ class Rule:
             re.compile(self.path)
         except re.error as error:
             raise ValueError(f"path is {self.path!r}, needs a regular expression: {error}") from None
-        if not isinstance(self.scheme, W8A8):
-            raise TypeError(f"scheme is {self.scheme!r}, needs a W8A8")
+        check_scheme(self.scheme)
+
+
+def check_scheme(scheme):
+    """Raises TypeError if `scheme` is no W8A8."""
+    if not isinstance(scheme, W8A8):
+        raise TypeError(f"scheme is {scheme!r}, needs a W8A8")
 
 
 def check_qtype(name, qtype):
@@ -104,8 +111,11 @@ def check_qtype(name, qtype):
 def _check_scalar(name, value, kind):
     if value is None:
         return
-    dtype = jnp.result_type(value)
+    try:
+        dtype = jnp.result_type(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, needs a number or an array") from None
     if not jnp.issubdtype(dtype, kind):
-        raise TypeError(f"{name} has dtype {dtype}, needs a {kind.__name__} one")
+        raise TypeError(f"{name} has dtype {dtype}, needs {kind.__name__}")
     if np.shape(value) != ():
         raise ValueError(f"{name} has shape {np.shape(value)}, needs ()")

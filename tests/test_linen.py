@@ -293,6 +293,16 @@ def test_calibration_inside_scan_and_jit(capsys):
     assert "calibrating: 1batch" in capsys.readouterr().err
 
 
+def test_arguments_of_a_wrong_type(model, variables):
+    with pytest.raises(TypeError, match="model is a NoneType, needs a linen.Module"):
+        qlinen.quantize_model(None, variables, [])
+    for wrong in (None, variables["params"]):
+        with pytest.raises(TypeError, match='variables is .*, needs a mapping with "params"'):
+            qlinen.quantize_model(model, wrong, [])
+    with pytest.raises(TypeError, match="scheme is 'int8', needs a W8A8"):
+        qlinen.QuantDense(4, scheme="int8").init(jax.random.key(0), data(2, 8))
+
+
 def test_calibration_errors():
     dense = nn.Dense(4, **RANDOM)
     variables = dense.init(jax.random.key(0), data(2, 8))

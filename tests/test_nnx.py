@@ -327,10 +327,25 @@ def test_layers_that_bring_their_own_arithmetic_are_skipped():
     assert report.unused_rules == ()
 
 
-@pytest.mark.parametrize("rules", [[".*"], Rule(".*", W8A8()), [(".*", W8A8())]])
+@pytest.mark.parametrize("rules", [[".*"], Rule(".*", W8A8()), [(".*", W8A8())], None])
 def test_rules_of_a_wrong_type(model, rules):
     with pytest.raises(TypeError, match="sequence of jax_qmm.Rule"):
         qnnx.quantize_model(model, rules)
+
+
+def test_arguments_of_a_wrong_type(model):
+    for wrong in (None, nnx.state(model), nnx.Linear, jnp.ones):
+        with pytest.raises(TypeError, match="model is a .*, needs an nnx.Module"):
+            qnnx.quantize_model(wrong, [])
+    with pytest.raises(TypeError, match="linear is a LinearGeneral, needs an nnx.Linear"):
+        qnnx.QuantLinear.from_linear(nnx.LinearGeneral(4, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match="scheme is 'int8', needs a W8A8"):
+        qnnx.QuantLinear(4, 3, scheme="int8", rngs=nnx.Rngs(0))
+
+
+def test_rules_can_be_any_iterable(model):
+    _, report = qnnx.quantize_model(model, (Rule(path, W8A8()) for path in ["attn.query"]))
+    assert [row.path for row in report.quantized] == ["attn.query"]
 
 
 def test_orbax_round_trip(model, tmp_path):

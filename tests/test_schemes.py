@@ -34,7 +34,10 @@ def test_a_static_scale_can_be_a_tracer():
         ({"dtype": "fp8"}, TypeError, "dtype is 'fp8'"),
         ({"activation": "token"}, ValueError, "activation is 'token', needs 'per_token' or 'per_tensor'"),
         ({"dtype": jnp.float8_e4m3fn, "symmetric": False}, ValueError, "symmetric=False .* needs int8"),
+        ({"symmetric": "no"}, TypeError, "symmetric is 'no', needs True or False"),
         ({"activation_scale": 1}, TypeError, "activation_scale has dtype int32"),
+        ({"activation_scale": [1.0]}, TypeError, r"activation_scale is \[1.0\], needs a number or an array"),
+        ({"activation_scale": "a"}, TypeError, "activation_scale is 'a', needs a number or an array"),
         (
             {"activation_scale": np.ones(3, np.float32)},
             ValueError,
