@@ -33,7 +33,7 @@ void fill(void* data, size_t bytes, std::string const& pattern, size_t offset) {
 std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledMmChoice> const& choices,
                                       std::string const& pattern, int rounds) {
   size_t const a_bytes = size_t(shape.m) * shape.k, b_bytes = size_t(shape.n) * shape.k;
-  size_t const out_bytes = size_t(shape.m) * shape.n * (shape.out_dtype == DType::kF32 ? 4 : 2);
+  size_t const out_bytes = size_t(shape.m) * shape.n * (shape.out_dtype == DType::kF32 || shape.out_dtype == DType::kS32 ? 4 : 2);
   size_t const set_bytes = a_bytes + b_bytes + out_bytes;
   int const sets = std::clamp<int>(400'000'000 / set_bytes + 1, 2, 24);
 
