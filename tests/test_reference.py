@@ -93,23 +93,17 @@ def test_quantizers_take_half_precision(rows, dtype):
     "scale", [F32(0.037), F32(0), F32(-2), F32(np.inf), F32(np.nan), np.full((40, 1), 0.3, F32)]
 )
 def test_static_scales_are_taken_as_they_are(rows, qtype, scale):
-    assert_same_bits(
-        jax.jit(reference.quantize_static, static_argnums=3)(rows, scale, None, qtype),
-        oracle_quantize(rows, scale, None, qtype),
-    )
+    assert_same_bits(jax.jit(reference.quantize_static, static_argnums=3)(rows, scale, None, qtype),
+                     oracle_quantize(rows, scale, None, qtype))
 
 
 def test_static_zero_point(rows):
-    assert_same_bits(
-        reference.quantize_static(rows, jnp.float32(0.037), jnp.int32(-100), np.int8),
-        oracle_quantize(rows, F32(0.037), np.int32(-100), np.int8),
-    )
+    assert_same_bits(reference.quantize_static(rows, jnp.float32(0.037), jnp.int32(-100), np.int8),
+                     oracle_quantize(rows, F32(0.037), np.int32(-100), np.int8))
 
 
-@hypothesis.given(
-    hnp.arrays(F32, (3, 5), elements=st.floats(-(2.0**100), 2.0**100, width=32)),
-    st.sampled_from([(True, 127), (False, 255)]),
-)
+@hypothesis.given(hnp.arrays(F32, (3, 5), elements=st.floats(-(2.0**100), 2.0**100, width=32)),
+                  st.sampled_from([(True, 127), (False, 255)]))
 def test_a_quantized_value_is_off_by_half_a_step(x, scheme):
     symmetric, steps = scheme
     q, scale, zero_point = quantize_dynamic(x, np.int8, (1,), symmetric)
@@ -179,28 +173,22 @@ def test_fused_multiply_add_near_ties():
 
 
 def test_fused_multiply_add_of_infinities_and_nan():
-    x, y, z = (
-        F32([np.inf, np.inf, np.nan, 0, 3e38]),
-        F32([1, 1, 1, np.inf, 3e38]),
-        F32([1, -np.inf, 1, 1, -np.inf]),
-    )
+    x, y, z = (F32([np.inf, np.inf, np.nan, 0, 3e38]), F32([1, 1, 1, np.inf, 3e38]),
+               F32([1, -np.inf, 1, 1, -np.inf]))
     assert_same_bits(fma(x, y, z), F32([np.inf, np.nan, np.nan, np.nan, -np.inf]))
 
 
-@pytest.mark.parametrize(
-    "shape_a, shape_b, num_batch",
-    [
-        ((3, 8), (5, 8), 0),
-        ((2, 3, 8), (5, 8), 0),
-        ((2, 3, 8), (2, 5, 8), 1),
-        ((1, 3, 8), (2, 5, 8), 1),
-        ((2, 3, 8), (1, 5, 8), 1),
-        ((1, 3, 8), (1, 5, 8), 1),
-        ((2, 1, 4, 3, 8), (1, 3, 5, 8), 2),
-        ((0, 8), (5, 8), 0),
-        ((3, 0), (5, 0), 0),
-    ],
-)
+@pytest.mark.parametrize("shape_a, shape_b, num_batch", [
+    ((3, 8), (5, 8), 0),
+    ((2, 3, 8), (5, 8), 0),
+    ((2, 3, 8), (2, 5, 8), 1),
+    ((1, 3, 8), (2, 5, 8), 1),
+    ((2, 3, 8), (1, 5, 8), 1),
+    ((1, 3, 8), (1, 5, 8), 1),
+    ((2, 1, 4, 3, 8), (1, 3, 5, 8), 2),
+    ((0, 8), (5, 8), 0),
+    ((3, 0), (5, 0), 0),
+])
 def test_sums_over_batches(shape_a, shape_b, num_batch):
     rng = np.random.default_rng(1)
     a, b = (rng.integers(-128, 128, shape, dtype=np.int8) for shape in (shape_a, shape_b))

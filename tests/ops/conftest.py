@@ -1,14 +1,26 @@
-"""What scaled_mm computes, once more in numpy: exact sums, then each float32 step rounded once."""
+"""What the tests of the ops share: scaled_mm in numpy, and compiling for an H200 without one."""
 
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import types
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+
+from jax_qmm import _ffi
+
+# What scaled_mm computes: exact sums, then each float32 step rounded once
 
 
 @pytest.fixture(scope="session")
 def oracle():
-    """The functions of this file."""
+    """scaled_mm and its steps."""
     return types.SimpleNamespace(scaled_mm=scaled_mm, sums=sums, epilogue=epilogue)
 
 
@@ -45,3 +57,60 @@ def fma(x, y, z):
         toward = np.nextafter(total, np.where(rest > 0, np.inf, -np.inf))
         even = (np.ascontiguousarray(total).view(np.int64) & 1) == 0
         return np.where((rest != 0) & np.isfinite(rest) & even, toward, total).astype(np.float32)
+
+
+# Compiling for an H200, in a process with its own environment and maybe a stand-in for the extension
+
+H200 = """
+gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+STAND_IN = """
+#include "xla/ffi/api/ffi.h"
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    StandIn, [](xla::ffi::RemainingArgs, xla::ffi::RemainingRets, xla::ffi::Dictionary) {
+      return xla::ffi::Error::Success(); },
+    xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs(), {xla::ffi::Traits::kCmdBufferCompatible});
+"""
+
+
+def h200_topology(devices):
+    """H200s to compile for; without the extension stand-ins are registered for its targets."""
+    from jax.experimental import topologies
+
+    if _ffi._load()[0] is None:  # XLA compiles a call only of a target that is registered
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder, "stand_in.so")
+            command = [os.environ.get("CXX", "c++"), "-std=c++17", "-shared", "-fPIC", "-w",
+                       f"-I{jax.ffi.include_dir()}", "-x", "c++", "-", "-o", library]
+            subprocess.run(command, input=STAND_IN, text=True, check=True)
+            stand_in = jax.ffi.pycapsule(ctypes.CDLL(library).StandIn)
+        for target in _ffi.TARGETS:
+            jax.ffi.register_ffi_target(target, stand_in, platform="CUDA")
+    return topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{devices}")
+
+
+@pytest.fixture(scope="session")
+def optimized_modules():
+    """Runs a test file as a script, which prints {name: optimized module} as JSON."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="the plugin jax-cuda13-plugin is not installed")
+
+    def run(file):
+        own = dict(os.environ)
+        for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
+            own.pop(name, None)
+        own |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=300, env=own)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run

@@ -10,6 +10,7 @@ import pytest
 
 import jax_qmm
 from jax_qmm import W8A8
+from jax_qmm.layers import quantize_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -44,10 +45,7 @@ def assert_same(got, want, scheme, bound):
 
 def quantized_on_cpu(*shape, contracted, qtype):
     with jax.default_device(jax.devices("cpu")[0]):
-        order = [axis for axis in range(len(shape)) if axis not in contracted] + list(contracted)
-        last = tuple(range(len(shape) - len(contracted), len(shape)))
-        q = jax_qmm.quantize(normal(*shape, seed=1).transpose(order), qtype, axis=last)
-        return q.transpose([order.index(axis) for axis in range(len(shape))]).with_azp_adj(contracted)
+        return quantize_kernel(normal(*shape, seed=1), contracted, W8A8(qtype)).with_azp_adj(contracted)
 
 
 @schemes
@@ -80,9 +78,8 @@ def test_in_a_scan_over_stacked_weights(scheme):
         return jax.lax.scan(layer, x, stack)[0]
 
     got, want = both(chain, x, stack)
-    assert_same(
-        got, want, scheme, 0.1 * np.abs(want).max()
-    )  # a flipped rounding goes through three more quantizers
+    # A flipped rounding goes through three more quantizers.
+    assert_same(got, want, scheme, 0.1 * np.abs(want).max())
 
 
 def test_the_gradient_is_that_of_the_dequantized_product():

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_qmm
 from jax_qmm import W8A8, QArray
+from jax_qmm.layers import quantize_kernel
 
 SCHEMES = {"int8": W8A8(), "asymmetric": W8A8(symmetric=False), "fp8": W8A8(jnp.float8_e4m3fn)}
 
@@ -21,10 +22,7 @@ def normal(*shape, seed=0):
 
 
 def stored(w, contracted, qtype=jnp.int8):
-    """Quantizes `w` over its axes `contracted` and stores it with those last, as the kernels read it."""
-    order = [axis for axis in range(w.ndim) if axis not in contracted] + list(contracted)
-    q = jax_qmm.quantize(w.transpose(order), qtype, axis=tuple(range(w.ndim - len(contracted), w.ndim)))
-    return q.transpose([order.index(axis) for axis in range(w.ndim)])
+    return quantize_kernel(w, contracted, W8A8(qtype))
 
 
 # Differentiation
@@ -170,10 +168,8 @@ def test_the_derivative_of_a_sharded_product():
     x, w = normal(8, 16), stored(normal(16, 8, seed=1), (0,))
     grad = jax.grad(lambda x, w: (jax_qmm.matmul(x, w) ** 2).sum())
     with jax.set_mesh(mesh):
-        sharded = (
-            jax.device_put(x, NamedSharding(mesh, P("x"))),
-            jax.device_put(w, NamedSharding(mesh, P("y"))),
-        )
+        sharded = (jax.device_put(x, NamedSharding(mesh, P("x"))),
+                   jax.device_put(w, NamedSharding(mesh, P("y"))))
         np.testing.assert_allclose(jax.jit(grad)(*sharded), grad(x, w), rtol=1e-5, atol=1e-5)
         manual = jax.shard_map(grad, in_specs=(P("x"), P()), out_specs=P("x"))
         np.testing.assert_allclose(jax.jit(manual)(x, w), grad(x, w), rtol=1e-5, atol=1e-5)

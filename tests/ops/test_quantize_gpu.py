@@ -17,8 +17,8 @@ DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 TINY = np.finfo(np.float32).tiny
 # Around the lengths at which the kernels change: vectors and single elements, threads per row, elements per
 # thread, rows in pieces, tensors over many blocks.
-LENGTHS = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 100, 127, 248, 255, 256, 264, 512, 1000, 1024, 1032, 4095, 4096,
-           4097, 8191, 8192, 8200, 16384, 16392, 28672, 65536, 65537, 65544, 131072 + 3)
+LENGTHS = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 100, 127, 248, 255, 256, 264, 512, 1000, 1024, 1032, 4095,
+           4096, 4097, 8191, 8192, 8200, 16384, 16392, 28672, 65536, 65537, 65544, 131072 + 3)
 SCALES = (0.0078125, 0.013, -0.5, 0.0, -0.0, 1e-42, TINY, 2.0**-80, 2.0**-81, 2.0**80, 3e38, np.inf, -np.inf,
           np.nan)
 ZERO_POINTS = (-128, 127, 0, 1, -1, 1000, 2**24 + 1, 2**31 - 1, -2**31, 5, -5, 3, 2, 9)
@@ -68,7 +68,7 @@ def check(xs, scales=(), prepare=lambda xs: xs):
 
     Args:
       xs: arrays (R, C).
-      scales: for each x a list of pairs (scale, zero_point), of shapes () or (R, 1), for the static quantizers.
+      scales: for each x a list of pairs (scale, zero_point), of shapes () or (R, 1), for static quantizers.
       prepare: makes what is quantized out of xs, inside the program.
     """
     def quantized(xs):
@@ -148,7 +148,8 @@ def test_special_rows(dtype, cols):
         at(1, largest), at(1, -largest), np.where(row > 0, largest, -largest), np.sign(row) * smallest,
         np.floor(row) * smallest, at(2, smallest) * 0, at(11, 1e-30), row * np.float32(1e-30),
         np.where(np.arange(cols) == 7, 127, halves), np.where(np.arange(cols) == 7, 448, halves),
-        np.where(np.arange(cols) == 7, 255, np.abs(halves)), np.where(np.arange(cols) == 7, -255, -np.abs(halves)),
+        np.where(np.arange(cols) == 7, 255, np.abs(halves)),
+        np.where(np.arange(cols) == 7, -255, -np.abs(halves)),
     ])
     with np.errstate(over="ignore"):
         x = x.astype(dtype)

@@ -11,7 +11,7 @@ from jax_qmm import _ffi
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(1, 136, 16), (17, 200, 1040), (130, 1544, 272), (333, 392, 2064)]  # M, N, K
-# Of the sum of absolute products: the tensor cores cut each of the 33 terms of a step at 2**-13 of the largest.
+# Of the sum of absolute products: tensor cores cut each of the 33 terms of a step at 2**-13 of the largest.
 FP8_TOLERANCE = 2.0**-9
 
 
@@ -68,7 +68,8 @@ def test_every_choice_gives_the_fp8_result(kernels, oracle, shape, out_dtype, pr
     m, n, k = shape
     a, b, scale_a, scale_b, bias = _operands(m, n, k, jnp.float8_e4m3fn)
     want = oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=np.float64)
-    size = np.abs(scale_a)[:, None] * np.abs(scale_b) * (np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)).T)
+    magnitude = np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)).T
+    size = np.abs(scale_a)[:, None] * np.abs(scale_b) * magnitude
     bound = FP8_TOLERANCE * size + float(jnp.finfo(out_dtype).eps) * np.abs(want) + 2.0**-20
     key = (m, n, k, 1, "float8_e4m3fn", jnp.dtype(out_dtype).name, precision is None)
     for choice in kernels.scaled_mm_choices(*key):

@@ -1,12 +1,8 @@
 """The program for an NVIDIA GPU, seen without one: what is lowered, and what XLA makes of it for an H200."""
 
-import ctypes
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +12,6 @@ from jax import export
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_qmm
-from jax_qmm import _ffi
 
 M, N, K, DEVICES = 512, 2048, 1024, 4
 spec = jax.ShapeDtypeStruct
@@ -35,13 +30,8 @@ def stablehlo(f, *args):
 
 
 def int8_operands(m=M, lead=()):
-    return (
-        spec((*lead, m, K), jnp.int8),
-        spec((N, K), jnp.int8),
-        spec((*lead, m, 1), jnp.float32),
-        spec((1, N), jnp.float32),
-        spec((N,), jnp.bfloat16),
-    )
+    return (spec((*lead, m, K), jnp.int8), spec((N, K), jnp.int8), spec((*lead, m, 1), jnp.float32),
+            spec((1, N), jnp.float32), spec((N,), jnp.bfloat16))
 
 
 def calls(text):
@@ -56,15 +46,8 @@ def calls(text):
 def test_lowers_to_one_call_in_row_major_order_without_transposes():
     text = stablehlo(mm, *int8_operands())
     ((operands, result, attributes),) = calls(text)
-    assert operands == [
-        "1x512x1024xi8",
-        "1x2048x1024xi8",
-        "1x512xf32",
-        "1x2048xf32",
-        "1x2048xbf16",
-        "0x0xi32",
-        "0x0xi32",
-    ]
+    assert operands == ["1x512x1024xi8", "1x2048x1024xi8", "1x512xf32", "1x2048xf32", "1x2048xbf16",
+                        "0x0xi32", "0x0xi32"]
     assert result == "tensor<1x512x2048xbf16>"
     assert "fast_accum = false" in attributes
     # Minor to major, of a, b and the result, and of the five vectors.
@@ -106,31 +89,18 @@ def test_zero_points_and_absent_operands():
     assert operands[2:] == ["0x0xf32"] * 3 + ["0x0xi32"] * 2 and result == "tensor<1x512x2048xi32>"
 
 
-@pytest.mark.parametrize(
-    "in_axes, want",
-    [
-        (
-            (0, None, 0, None, None),
-            ["1x2048x1024xi8", "1x2048x1024xi8", "1x2048xf32", "1x2048xf32", "1x2048xbf16"],
-        ),
-        (
-            (0, None, None, None, None),
-            ["1x2048x1024xi8", "1x2048x1024xi8", "1x2048xf32", "1x2048xf32", "1x2048xbf16"],
-        ),
-        (
-            (0, 0, None, 0, None),
-            ["4x512x1024xi8", "4x2048x1024xi8", "1x512xf32", "4x2048xf32", "1x2048xbf16"],
-        ),
-        (
-            (None, 0, 0, None, 0),
-            ["1x512x1024xi8", "4x2048x1024xi8", "4x512xf32", "1x2048xf32", "4x2048xbf16"],
-        ),
-        (
-            (0, None, None, 0, None),
-            ["4x512x1024xi8", "1x2048x1024xi8", "1x512xf32", "4x2048xf32", "1x2048xbf16"],
-        ),
-    ],
-)
+@pytest.mark.parametrize("in_axes, want", [
+    ((0, None, 0, None, None),
+     ["1x2048x1024xi8", "1x2048x1024xi8", "1x2048xf32", "1x2048xf32", "1x2048xbf16"]),
+    ((0, None, None, None, None),
+     ["1x2048x1024xi8", "1x2048x1024xi8", "1x2048xf32", "1x2048xf32", "1x2048xbf16"]),
+    ((0, 0, None, 0, None),
+     ["4x512x1024xi8", "4x2048x1024xi8", "1x512xf32", "4x2048xf32", "1x2048xbf16"]),
+    ((None, 0, 0, None, 0),
+     ["1x512x1024xi8", "4x2048x1024xi8", "4x512xf32", "1x2048xf32", "4x2048xbf16"]),
+    ((0, None, None, 0, None),
+     ["4x512x1024xi8", "1x2048x1024xi8", "1x512xf32", "4x2048xf32", "1x2048xbf16"]),
+])
 def test_vmap_makes_one_call(in_axes, want):
     args = [spec((4, *x.shape), x.dtype) if axis == 0 else x for x, axis in zip(int8_operands(), in_axes)]
     text = stablehlo(jax.vmap(mm, in_axes), *args)
@@ -161,28 +131,7 @@ def test_export_refuses_the_custom_call_without_the_disabled_checks():
         export.export(jax.jit(mm), platforms=["cuda"])(*int8_operands())
 
 
-# Compiled for an H200, in a process with its own environment and maybe a stand-in for the extension.
-
-H200 = """
-gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
-  registers_per_block_limit: 65536 }
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 minor: 0 }
-device_description_str: "NVIDIA H200"
-"""
-
-STAND_IN = """
-#include "xla/ffi/api/ffi.h"
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    StandIn, [](xla::ffi::RemainingArgs, xla::ffi::RemainingRets, xla::ffi::Dictionary) {
-      return xla::ffi::Error::Success(); },
-    xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs(), {xla::ffi::Traits::kCmdBufferCompatible});
-"""
+# Compiled for an H200
 
 SHARDED = {  # name: specs of a, b, scale_a, scale_b and bias
     "one device": [P()] * 5,
@@ -192,34 +141,15 @@ SHARDED = {  # name: specs of a, b, scale_a, scale_b and bias
 }
 
 
-def compile_for_h200(folder):
+def compile_for_h200():
     """Prints {name: optimized module} as JSON."""
-    from jax.experimental import topologies
+    from conftest import h200_topology
+    from jax.experimental.topologies import make_mesh
 
-    if _ffi._load()[0] is None:  # XLA compiles a call only of a target that is registered
-        library = os.path.join(folder, "stand_in.so")
-        command = [
-            os.environ.get("CXX", "c++"),
-            "-std=c++17",
-            "-shared",
-            "-fPIC",
-            "-w",
-            f"-I{jax.ffi.include_dir()}",
-            "-x",
-            "c++",
-            "-",
-            "-o",
-            library,
-        ]
-        subprocess.run(command, input=STAND_IN, text=True, check=True)
-        for target in _ffi.TARGETS:
-            jax.ffi.register_ffi_target(
-                target, jax.ffi.pycapsule(ctypes.CDLL(library).StandIn), platform="CUDA"
-            )
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{DEVICES}")
+    topology = h200_topology(DEVICES)
     modules = {}
     for name, shardings in SHARDED.items():
-        mesh = topologies.make_mesh(topology, (DEVICES,), ("d",))
+        mesh = make_mesh(topology, (DEVICES,), ("d",))
         if name == "one device":
             mesh = jax.sharding.Mesh(mesh.devices[:1], ("d",))
         for dtype in (jnp.int8, jnp.float8_e4m3fn):
@@ -232,21 +162,8 @@ def compile_for_h200(folder):
 
 
 @pytest.fixture(scope="module")
-def h200(tmp_path_factory):
-    """The optimized modules by name."""
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="the plugin jax-cuda13-plugin is not installed")
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path_factory.mktemp("h200"))],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def h200(optimized_modules):
+    return optimized_modules(__file__)
 
 
 @pytest.mark.parametrize("dtype, sums", [("int8", "s32"), ("float8_e4m3fn", "f32")])
@@ -272,4 +189,4 @@ def test_compiled_for_h200(h200, name, dtype, sums):
 
 
 if __name__ == "__main__":
-    compile_for_h200(sys.argv[1])
+    compile_for_h200()

@@ -30,13 +30,8 @@ def int8(rng, *shape):
 def operands(m, n, k, seed=0):
     """a, b, scale_a, scale_b and bias."""
     rng = np.random.default_rng([seed, m, n, k])
-    return (
-        int8(rng, m, k),
-        int8(rng, n, k),
-        rng.random(m, np.float32) * 0.1,
-        rng.random(n, np.float32) * 0.1,
-        100 * rng.standard_normal(n, np.float32),
-    )
+    return (int8(rng, m, k), int8(rng, n, k), rng.random(m, np.float32) * 0.1,
+            rng.random(n, np.float32) * 0.1, 100 * rng.standard_normal(n, np.float32))
 
 
 def assert_same(got, want):
@@ -144,10 +139,8 @@ def test_vmap_over_any_mix(oracle, shape, mapped):
     """a, b, s and t: the scales, c: bias, z: azp."""
     m, n, k = shape
     a, b, scale_a, scale_b, bias = (np.stack(x) for x in zip(*(operands(*shape, seed) for seed in range(3))))
-    adj, azp = (
-        b.astype(np.int32).sum(2),
-        np.random.default_rng(1).integers(-128, 128, (3, m)).astype(np.int32),
-    )
+    adj, azp = (b.astype(np.int32).sum(2),
+                np.random.default_rng(1).integers(-128, 128, (3, m)).astype(np.int32))
     args = dict(a=a, b=b, s=scale_a, t=scale_b, j=adj, z=azp, c=bias)
     axes = [0 if name in mapped else None for name in args]
     args = [x if name in mapped else x[0] for name, x in args.items()]
@@ -225,9 +218,8 @@ def test_grad_and_jit_of_several_calls(oracle):
     acc = oracle.sums(a, b).astype(np.float64)
     want = (acc * scale_b).sum(1), (acc * scale_a[:, None]).sum(0), np.full(72, 33)
     for g, w in zip(got, want):
-        np.testing.assert_allclose(
-            g, w, rtol=1e-4, atol=1e-5 * np.abs(w).max()
-        )  # sums of 72 float32 products
+        # sums of 72 float32 products
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5 * np.abs(w).max())
 
 
 def test_donated_and_reused_buffers(oracle):
@@ -257,9 +249,8 @@ def narrow_accumulator_bound(a, b, restart):
         largest = np.maximum(2 * np.abs(sums).max(0), products.max(0))
         bound = bound + len(sums) * 33 * 2.0**-13 * largest
     totals = np.abs(np.cumsum(partial, 0)).max(0)
-    return (
-        bound + 2 * len(steps) * 2.0**-24 * totals
-    )  # float32 sums of the blocks, and of the parts of a split K
+    # float32 sums of the blocks, and of the parts of a split K
+    return bound + 2 * len(steps) * 2.0**-24 * totals
 
 
 @pytest.mark.parametrize("shape", RAGGED[::5] + RAGGED[33:], ids=str)
@@ -275,9 +266,7 @@ def test_float8_stays_within_the_bound(shape, precision, restart):
 
 def test_full_accumulation_is_closer_than_fast():
     rng = np.random.default_rng(0)
-    a, b = (
-        rng.random(s).astype(E4M3) for s in ((128, 8192), (128, 8192))
-    )  # of one sign: the sum grows and loses bits
+    a, b = (rng.random((128, 8192)).astype(E4M3) for _ in range(2))  # of one sign: the sum loses bits
     want = a.astype(np.float64) @ b.astype(np.float64).T
     off = [
         np.abs(call(precision=p, out_dtype=jnp.float32)(a, b, np.float32(1), np.float32(1)) - want).max()
@@ -294,13 +283,8 @@ def test_float8_epilogues_on_exact_sums(oracle, m, out_dtype, precision, bias):
     rng = np.random.default_rng(0)
     # 0 and powers of two with sums below 2**10: exact even in 13 bits.
     a, b = (rng.choice([-1, 0, 0, 1, 2], s).astype(E4M3) for s in ((m, 200), (72, 200)))
-    args = (
-        a,
-        b,
-        rng.random(m, np.float32),
-        rng.random(72, np.float32),
-        *([rng.standard_normal(72, np.float32)] if bias else []),
-    )
+    args = (a, b, rng.random(m, np.float32), rng.random(72, np.float32),
+            *([rng.standard_normal(72, np.float32)] if bias else []))
     assert_same(
         call(precision=precision, out_dtype=out_dtype)(*args), oracle.scaled_mm(*args, out_dtype=out_dtype)
     )
@@ -327,30 +311,20 @@ def test_results_repeat(dtype, shape):
         assert_same(f(a, b, np.float32(0.1), np.float32(0.1)), first)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(a=((1, 8, 33), np.int8)), "b"),
-        (dict(b=((1, 8, 32), np.uint8)), "b"),
-        (dict(scale_a=((1, 5), np.float32)), "scale_a"),
-        (dict(scale_b=((2, 8), np.float32)), "scale_b"),
-        (dict(bias=((1, 8), np.int32)), "bias"),
-        (dict(azp=((1, 7), np.int32)), "azp"),
-        (dict(out=((1, 8, 8), np.int8)), "out"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    (dict(a=((1, 8, 33), np.int8)), "b"),
+    (dict(b=((1, 8, 32), np.uint8)), "b"),
+    (dict(scale_a=((1, 5), np.float32)), "scale_a"),
+    (dict(scale_b=((2, 8), np.float32)), "scale_b"),
+    (dict(bias=((1, 8), np.int32)), "bias"),
+    (dict(azp=((1, 7), np.int32)), "azp"),
+    (dict(out=((1, 8, 8), np.int8)), "out"),
+])
 def test_the_handler_names_a_wrong_buffer(change, message):
     buffers = (
-        dict(
-            a=((1, 8, 32), np.int8),
-            b=((1, 8, 32), np.int8),
-            scale_a=((1, 8), np.float32),
-            scale_b=((1, 8), np.float32),
-            bias=((0, 0), np.float32),
-            azp_adj=((0, 0), np.int32),
-            azp=((0, 0), np.int32),
-            out=((1, 8, 8), np.float32),
-        )
+        dict(a=((1, 8, 32), np.int8), b=((1, 8, 32), np.int8), scale_a=((1, 8), np.float32),
+             scale_b=((1, 8), np.float32), bias=((0, 0), np.float32), azp_adj=((0, 0), np.int32),
+             azp=((0, 0), np.int32), out=((1, 8, 8), np.float32))
         | change
     )
     *inputs, (out_shape, out_dtype) = buffers.values()

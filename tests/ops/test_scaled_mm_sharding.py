@@ -57,22 +57,19 @@ def specs(m=None, n=None, k_a=None, k_b=None):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(
-    "sharding, want_spec, want",
-    [
-        (specs(m="x"), P("x", None), []),
-        (specs(n="x"), P(None, "x"), []),
-        (specs(m="x", n="y"), P("x", "y"), []),
-        (specs(m=("x", "y")), P(("x", "y"), None), []),
-        (specs(k_a="y", k_b="y"), P(None, None), ["all-reduce"]),
-        (specs(m="x", k_a="y", k_b="y"), P("x", None), ["all-reduce"]),
-        (specs(n="x", k_a="y", k_b="y"), P(None, "x"), ["all-reduce"]),
-        (specs(k_a="y"), P(None, None), ["all-reduce"]),  # b is sliced
-        (specs(k_b="y"), P(None, None), ["all-reduce"]),  # a is sliced
-        (specs(m="x", k_b="x"), P("x", None), ["all-gather"]),  # of b: M keeps the axis
-        (specs(n="x", k_a="x"), P(None, "x"), ["all-gather"]),  # of a: N keeps the axis
-    ],
-)
+@pytest.mark.parametrize("sharding, want_spec, want", [
+    (specs(m="x"), P("x", None), []),
+    (specs(n="x"), P(None, "x"), []),
+    (specs(m="x", n="y"), P("x", "y"), []),
+    (specs(m=("x", "y")), P(("x", "y"), None), []),
+    (specs(k_a="y", k_b="y"), P(None, None), ["all-reduce"]),
+    (specs(m="x", k_a="y", k_b="y"), P("x", None), ["all-reduce"]),
+    (specs(n="x", k_a="y", k_b="y"), P(None, "x"), ["all-reduce"]),
+    (specs(k_a="y"), P(None, None), ["all-reduce"]),  # b is sliced
+    (specs(k_b="y"), P(None, None), ["all-reduce"]),  # a is sliced
+    (specs(m="x", k_b="x"), P("x", None), ["all-gather"]),  # of b: M keeps the axis
+    (specs(n="x", k_a="x"), P(None, "x"), ["all-gather"]),  # of a: N keeps the axis
+])
 def test_partitions_without_needless_communication(operands, kind, sharding, want_spec, want):
     mesh = make_mesh((2, 4), ("x", "y"), kind)
     both_k = sharding[0][1] is not None and sharding[1][1] is not None
@@ -154,22 +151,18 @@ def test_out_sharding_over_the_axis_of_k(operands):
     np.testing.assert_array_equal(got, -f32_azp(*operands))
 
 
-@pytest.mark.parametrize(
-    "sharding, message",
-    [
-        (specs(k_a="x", k_b="x"), "K is sharded in a .* pass out_sharding"),
-        (specs(m="x", n="x"), "sharded twice over one mesh axis"),
-    ],
-)
+@pytest.mark.parametrize("sharding, message", [
+    (specs(k_a="x", k_b="x"), "K is sharded in a .* pass out_sharding"),
+    (specs(m="x", n="x"), "sharded twice over one mesh axis"),
+])
 def test_ambiguous_explicit_shardings_are_refused(operands, sharding, message):
     mesh = make_mesh((8,), ("x",), AxisType.Explicit)
     with jax.set_mesh(mesh):
         args = put(mesh, operands, sharding)
         with pytest.raises(Exception, match=message) as caught:
             jax.jit(f32_azp)(*args)
-    assert (
-        type(caught.value).__name__ == "ShardingTypeError"
-    )  # jax's own dot raises it too; it has no public name
+    # That of jax's own dot; it has no public name.
+    assert type(caught.value).__name__ == "ShardingTypeError"
 
 
 def loss(scale_a, scale_b, bias, a, b, adj, azp, mm=f32_azp):
@@ -181,22 +174,17 @@ def gradients(operands):
     return jax.jit(jax.grad(loss, (0, 1, 2)))(scale_a, scale_b, bias, a, b, adj, azp)
 
 
-@pytest.mark.parametrize(
-    "kind, sharding",
-    [
-        (AxisType.Auto, specs(m="x", n="y")),
-        (AxisType.Auto, specs(m="x", k_a="y", k_b="y")),
-        (AxisType.Explicit, specs(m="x", n="y")),
-    ],
-)
+@pytest.mark.parametrize("kind, sharding", [
+    (AxisType.Auto, specs(m="x", n="y")),
+    (AxisType.Auto, specs(m="x", k_a="y", k_b="y")),
+    (AxisType.Explicit, specs(m="x", n="y")),
+])
 def test_gradients_of_sharded_operands(operands, kind, sharding):
     mesh = make_mesh((2, 4), ("x", "y"), kind)
     with jax.set_mesh(mesh):
         got = gradients(put(mesh, operands, sharding))
-    for g, w in zip(got, gradients(operands)):
-        np.testing.assert_allclose(
-            g, w, rtol=1e-5, atol=1e-5 * np.abs(w).max()
-        )  # float32 sums in another order
+    for g, w in zip(got, gradients(operands)):  # float32 sums in another order
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5 * np.abs(w).max())
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -264,7 +252,7 @@ def test_set_mesh_around_unsharded_arguments(kind, operands):
 
 @pytest.mark.parametrize("sharding", [specs(m="x"), specs(n="x"), specs(k_a="x", k_b="x"), specs(k_b="x")])
 def test_dimensions_that_the_mesh_does_not_divide(operands, sharding):
-    """Slices of operands that it does divide; XLA fills up the parts with junk, which no sum over K may see."""
+    """Slices of operands that it does divide: XLA pads the parts with junk, which no sum over K may see."""
     m, n, k = M - 3, N - 3, K - 3
     cut = lambda a, b, s, t, adj, azp, c: f32_azp(a[:m, :k], b[:n, :k], s[:m], t[:n], adj[:n], azp[:m], c[:n])
     mesh = make_mesh((8,), ("x",), AxisType.Auto)
