@@ -70,15 +70,16 @@ def peers(text: str) -> list[str]:
     return names
 
 
-def load(command: str, module: str, install: str):
-    """The module of a command; ends the process where a package that it needs is absent."""
+def load(command: str, module: str, install: str | None = None):
+    """The module of a command; ends the process, naming what to install, where a package is absent."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in OPTIONAL_PACKAGES:
+        package = error.name.partition(".")[0]
+        if package not in OPTIONAL_PACKAGES:
             raise
-        sys.exit(f"the {command} needs the package {error.name!r}, which is absent: "
-                 f"pip install {install.format(error.name)}")
+        sys.exit(f"the {command} needs the package {package!r}, which is absent: "
+                 f"pip install {install or package}")
 
 
 def run_demo(**options) -> None:
@@ -86,15 +87,15 @@ def run_demo(**options) -> None:
 
 
 def run_bench(*, model, shapes, m, dtype, **options) -> None:
-    if options["png"]:
-        load("plot", "jax_qmm.bench.figure", "{}")
+    if options["png"]:  # now, not after minutes, if matplotlib is absent
+        load("plot", "jax_qmm.bench.figure")
     named = products(model=model, shapes=shapes, m=m, dtype=dtype)
-    load("benchmark", "jax_qmm.bench.run", "{}").main(products=named, **options)
+    load("benchmark", "jax_qmm.bench.run").main(products=named, **options)
 
 
 def run_tune(*, model, shapes, m, dtype, out_dtype, file) -> None:
     named = products(model=model, shapes=shapes, m=m, dtype=dtype, out_dtype=out_dtype)
-    load("tuning", "jax_qmm.bench.tune", "{}").main(products=named, file=file)
+    load("tuning", "jax_qmm.bench.tune").main(products=named, file=file)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -97,7 +97,7 @@ def _with_speedup(row, name):
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """For each dtype, the part of the roofline and the speed against each peer: the mean and the worst product."""
+    """For each dtype, the part of the roofline and the speed over each peer: the mean and the worst."""
     lines = []
     for dtype, kind in KINDS.items():
         mine = [row for row in rows if row.product.dtype == dtype]

@@ -63,8 +63,6 @@ def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], band
 def main(*, products: Sequence[Product], peers: Sequence[str] | None, csv: Path | None,
          png: Path | None) -> None:
     """Measures and prints the report, on Ctrl-C of what there is; see `python -m jax_qmm bench --help`."""
-    if png:
-        from jax_qmm.bench import figure  # before minutes of measuring, since matplotlib may be absent
     kernels, gpu = measure.open_gpu("bench")
     names, remarks = choose_peers(peers, len(products))
     title = f"jax_qmm on {gpu.device_kind}, jax {jax.__version__}"
@@ -79,13 +77,16 @@ def main(*, products: Sequence[Product], peers: Sequence[str] | None, csv: Path 
     roofline = (f"roofline: bytes at {bandwidth / 1e12:.2f} TB/s, what a copy reached in this run, or "
                 f"operations at {measure.PEAK / 1e12:.0f} Tera-ops/s")
     if rows:
-        print("", *report.tables(rows), report.summary(rows), f"{roofline}\n{NOTES}", sep="\n\n")
+        print()
+        print(*report.tables(rows), report.summary(rows), f"{roofline}\n{NOTES}", sep="\n\n")
     print(*failures, sep="\n", end="\n" if failures else "")
     if rows and csv:
         report.write_csv(csv, rows, bandwidth)
         print(f"wrote {csv}")
     if rows and png:
-        figure.draw(rows, f"{title}; {roofline}").savefig(png, format="png", dpi=150)
+        from jax_qmm.bench import figure  # matplotlib is needed for this alone
+
+        figure.draw(rows, f"{title}\n{roofline}").savefig(png, format="png", dpi=150)
         print(f"wrote {png}")
     if interrupt:
         raise interrupt

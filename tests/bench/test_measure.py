@@ -1,0 +1,92 @@
+"""What is measured. Times are checked for how they are computed, never for what they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_qmm
+from jax_qmm import _ffi
+from jax_qmm.bench import measure
+from jax_qmm.tuning import Product
+
+INT8 = Product(4, 16, 32, 1, "int8", "bfloat16", False)
+FP8 = Product(4, 16, 32, 1, "float8_e4m3fn", "bfloat16", True)
+
+
+@pytest.mark.parametrize("product", [INT8, FP8], ids=["int8", "fp8"])
+def test_xla_computes_the_same(product):
+    sets = measure.operands(product, product.dtype)
+    assert len(sets) == 12
+    for a, b, scale_a, scale_b in sets:
+        assert a.shape == (4, 32) and b.shape == (16, 32) and a.dtype == b.dtype == product.dtype
+    ours, theirs = (np.asarray(f(*sets[0]), np.float32) for f in (jax_qmm.scaled_mm, measure.xla_scaled_mm))
+    # Each rounds once to bfloat16, and the float32 before may differ in its last bits.
+    np.testing.assert_allclose(ours, theirs, rtol=2.0**-7)
+    assert np.abs(ours).max() > 0
+
+
+def test_bf16_has_as_many_operands_of_its_own():
+    (a, b, *_), *_ = sets = measure.operands(INT8, "bfloat16")
+    assert a.dtype == b.dtype == jnp.bfloat16
+    a, b, got = (np.asarray(x, np.float32) for x in (a, b, measure.xla_bf16(*sets[0])))
+    np.testing.assert_allclose(got, a @ b.T, rtol=2.0**-7, atol=2.0**-18 * (abs(a) @ abs(b.T)).max())
+
+
+def test_no_two_sets_are_alike():
+    matrices = [np.asarray(x) for a, b, *_ in measure.operands(INT8._replace(m=16), "int8") for x in (a, b)]
+    assert len({matrix.tobytes() for matrix in matrices}) == len(matrices)
+
+
+def test_sets_exceed_the_cache_without_filling_the_memory():
+    assert measure.count_sets(1, 24) == 24
+    assert measure.count_sets(25_000_000, 24) == 16
+    assert measure.count_sets(10**9, 24) == 2
+
+
+def test_time_is_that_of_one_call(monkeypatch):
+    clock = iter(np.arange(1000) * 3.0)  # every reading 3 s after the one before
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+    seen = []
+
+    def function(x):
+        seen.append(x)
+        return x + 1
+
+    sets = [(jnp.full(3, i),) for i in range(4)]
+    assert measure.jit_us(function, sets) == pytest.approx(3e6 / 4)  # a call of the program is 4 calls
+    assert len(seen) == 4 and all(isinstance(x, jax.core.Tracer) for x in seen)
+
+
+def test_copies_count_what_is_read_and_written(monkeypatch):
+    monkeypatch.setattr(measure, "jit_us", lambda function, sets: 2.0)
+    assert measure.copy_bandwidth(1000) == pytest.approx(1e9)
+
+
+def test_in_jit_measures_ours_and_xla(monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        measure, "jit_us", lambda function, sets: measured.append((function, sets[0][0].dtype)))
+    for call in measure.in_jit(FP8).values():
+        call()
+    assert measured == [(jax_qmm.scaled_mm, jnp.float8_e4m3fn), (measure.xla_scaled_mm, jnp.float8_e4m3fn),
+                        (measure.xla_bf16, jnp.bfloat16)]
+
+
+def test_roofline_is_that_of_bytes_or_of_operations():
+    few, many = (Product(m, 8192, 8192, 1, "int8", "float32", False) for m in (1, 8192))
+    assert measure.nbytes(few) == 8192 + 8192 * 8192 + 4 * 8192
+    assert measure.roofline_us(few, 4e12) == pytest.approx(measure.nbytes(few) / 4e6)
+    assert measure.roofline_us(many, 4e12) == pytest.approx(2 * 8192**3 / 1979e6)
+
+
+def test_without_a_gpu_or_kernels_the_process_ends(monkeypatch, capsys, kernels):
+    assert measure.open_gpu("bench")[0] is kernels
+    monkeypatch.setattr(_ffi, "fallback_reason", lambda platform: "built without kernels")
+    for message in ("bench measures the kernels on a GPU, and can't: built without kernels",
+                    "JAX sees no NVIDIA GPU"):
+        with pytest.raises(SystemExit) as exit:
+            measure.open_gpu("bench")
+        assert exit.value.code == 2
+        assert message in capsys.readouterr().err
+        monkeypatch.setattr(_ffi, "_gpus", list)

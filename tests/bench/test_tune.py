@@ -1,0 +1,122 @@
+"""`python -m jax_qmm tune`, on a stand-in for the extension."""
+
+import json
+
+import pytest
+
+from jax_qmm import __main__ as command_line
+from jax_qmm import _ffi, tuning
+
+ARGUMENTS = ["tune", "--shapes", "64,32", "--m", "1,8", "--dtype", "int8"]
+
+
+def stored(file):
+    products = json.loads(file.read_text())["products"]
+    return [(entry["m"], entry["kernel"], entry["microseconds"]) for entry in products]
+
+
+def test_the_fastest_is_stored_and_serves_later(kernels, capsys):
+    assert command_line.main(ARGUMENTS) == 0
+    file = tuning.default_path()
+    assert stored(file) == [(1, "generic", 10.0), (8, "generic", 10.0)]
+    out = capsys.readouterr().out
+    assert "generic  1.30x sm90 wide" in out
+    assert "2 of 2 products get another kernel than the cost model's: 1.300 times as fast" in out
+    assert f"{file} holds 2 products on NVIDIA H200\n" in out
+    assert kernels.tuned == {}
+    _ffi._tuned.cache_clear()  # a later process
+    assert _ffi.describe_scaled_mm(8, 64, 32, 1, "int8", "bfloat16", False) == "generic (tuned)"
+
+
+def test_every_kernel_is_measured_and_the_best_ones_again(kernels):
+    command_line.main(ARGUMENTS)
+    product, everything, once = kernels.measured[0]
+    assert product == (1, 64, 32, "int8", "bfloat16", False)
+    assert everything == [(-1, 1), (0, 1), (1, 1), (2, 1)] and once == 1
+    product_again, finalists, rounds = kernels.measured[1]
+    assert product_again == product and rounds > once
+    assert finalists[:2] == [(2, 1), (-1, 1)]  # the default, then the best
+
+
+def test_the_default_stays_where_the_gain_is_noise(kernels, capsys):
+    kernels.us |= {"generic": 9.95, "sm90 wide": 10.0}
+    command_line.main(ARGUMENTS)
+    assert stored(tuning.default_path()) == [(1, "sm90 wide", 10.0), (8, "sm90 wide", 10.0)]
+    assert "0 of 2 products" in capsys.readouterr().out
+
+
+def test_earlier_tuning_does_not_count_as_the_default(kernels, capsys):
+    command_line.main(ARGUMENTS)
+    _ffi._tuned.cache_clear()
+    capsys.readouterr()
+    command_line.main(ARGUMENTS)
+    assert "2 of 2 products get another kernel" in capsys.readouterr().out
+
+
+def test_what_the_file_has_of_other_products_stays(kernels, tmp_path, capsys):
+    file = tmp_path / "mine.json"
+    command_line.main([*ARGUMENTS, "--file", str(file)])
+    out = capsys.readouterr().out
+    assert f"{file} holds 2 products on NVIDIA H200; set JAX_QMM_TUNING={file} to load it" in out
+    kernels.us["sm90 stream split 2"] = 5.0
+    command_line.main(["tune", "--shapes", "64,32", "--m", "8,9", "--dtype", "int8", "--file", str(file)])
+    assert stored(file) == [
+        (1, "generic", 10.0), (8, "sm90 stream split 2", 5.0), (9, "sm90 stream split 2", 5.0)]
+
+
+def test_the_file_is_that_of_the_environment(kernels, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "mine.json"
+    monkeypatch.setenv("JAX_QMM_TUNING", str(file))
+    with pytest.warns(UserWarning, match="No such file"):
+        command_line.main(ARGUMENTS)
+    assert f"{file} holds 2 products on NVIDIA H200\n" in capsys.readouterr().out
+    assert len(stored(file)) == 2
+
+
+def test_dtypes(kernels):
+    command_line.main([*ARGUMENTS, "fp8", "--out-dtype", "float16", "float32"])
+    assert {product[3:] for product, _, _ in kernels.measured} == {
+        ("int8", "float16", False), ("int8", "float32", False),
+        ("float8_e4m3fn", "float16", True), ("float8_e4m3fn", "float32", True)}
+
+
+def test_an_interrupt_keeps_what_is_measured(kernels, capsys):
+    kernels.interrupt_after = 3  # in the second product
+    assert command_line.main(ARGUMENTS) == 130
+    assert stored(tuning.default_path()) == [(1, "generic", 10.0)]
+    captured = capsys.readouterr()
+    assert "1 of 1 products get another kernel" in captured.out
+    assert "interrupted" in captured.err
+
+
+def test_a_product_that_fails_is_left_out(kernels, monkeypatch, capsys):
+    def measure(m, *arguments):
+        if m == 1:
+            raise RuntimeError("measuring: out of memory")
+        return type(kernels).measure_scaled_mm(kernels, m, *arguments)
+
+    monkeypatch.setattr(kernels, "measure_scaled_mm", measure)
+    assert command_line.main(ARGUMENTS) == 0
+    assert stored(tuning.default_path()) == [(8, "generic", 10.0)]
+    assert "left out: int8 to bfloat16, M 1, N 64, K 32 (measuring: out of memory)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [
+    "{}", "keep me", '{"format": "jax_qmm tuning 1", "device_kind": "NVIDIA H100"}'])
+def test_no_other_file_is_overwritten(kernels, tmp_path, capsys, content):
+    file = tmp_path / "notes.json"
+    file.write_text(content)
+    with pytest.raises(SystemExit) as exit:
+        command_line.main([*ARGUMENTS, "--file", str(file)])
+    assert exit.value.code == 2
+    assert f"{file} would be overwritten" in capsys.readouterr().err
+    assert file.read_text() == content and kernels.measured == []
+
+
+def test_a_file_that_cannot_be_written_is_named_before_measuring(kernels, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as exit:
+        command_line.main([*ARGUMENTS, "--file", str(tmp_path / "file" / "tuning.json")])
+    assert exit.value.code == 2
+    assert "tuning.json can't be written: " in capsys.readouterr().err
+    assert kernels.measured == []

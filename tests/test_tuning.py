@@ -1,0 +1,182 @@
+"""The tuning file: what it keeps, when it is refused, and what a process does with it."""
+
+import json
+import types
+import warnings
+
+import pytest
+
+from jax_qmm import _ffi, tuning
+from jax_qmm.tuning import Entry, Product
+
+GPU = types.SimpleNamespace(device_kind="NVIDIA H200", core_count=132, compute_capability="9.0")
+INT8 = Product(16, 6144, 4096, 1, "int8", "bfloat16", False)
+FP8 = Product(1, 4096, 4096, 1, "float8_e4m3fn", "float16", True)
+ENTRIES = [Entry(FP8, "narrow", 9.5), Entry(INT8, "wide", 10.25)]
+
+
+class Extension:
+    """Has two kernels for any product that is aligned, and fixes what it is told to."""
+
+    def __init__(self, *kernels):
+        self.kernels, self.tuned = kernels, {}
+
+    def architectures(self):
+        return ["90a"]
+
+    def scaled_mm_choices(self, m, n, k, batch, dtype, out_dtype, fast_accum):
+        if dtype not in ("int8", "float8_e4m3fn"):
+            raise ValueError(f"no kernel has operands of dtype {dtype}")
+        return [(i, 1) for i in range(len(self.kernels) if k % 16 == 0 else 1)]
+
+    def describe_scaled_mm(self, choice):
+        return self.kernels[choice[0]]
+
+    def select_scaled_mm(self, *arguments):
+        *product, _ = arguments
+        return self.tuned.get(tuple(product), (0, 1))
+
+    def tune_scaled_mm(self, *arguments):
+        *product, choice = arguments
+        self.tuned[tuple(product)] = choice
+
+
+@pytest.fixture
+def kernels():
+    return Extension("generic", "narrow", "wide")
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A valid file, which JAX_QMM_TUNING names."""
+    file = tmp_path / "tuning.json"
+    tuning.save(file, GPU, ENTRIES)
+    monkeypatch.setenv("JAX_QMM_TUNING", str(file))
+    return file
+
+
+def test_round_trip(kernels, tmp_path):
+    file = tmp_path / "missing" / "folders" / "tuning.json"
+    tuning.save(file, GPU, reversed(ENTRIES))
+    assert tuning.load(file, kernels, GPU) == ENTRIES
+    assert [path.name for path in file.parent.iterdir()] == ["tuning.json"]
+    tuning.save(file, GPU, [])
+    assert tuning.load(file, kernels, GPU) == []
+
+
+def test_a_save_that_fails_keeps_the_file(kernels, file, monkeypatch):
+    def fail(self, target):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("pathlib.Path.replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        tuning.save(file, GPU, [])
+    assert tuning.load(file, kernels, GPU) == ENTRIES
+    assert [path.name for path in file.parent.iterdir()] == ["tuning.json"]
+
+
+def test_kernels_are_found_by_their_words(file):
+    other_build = Extension("generic", "wide", "new", "narrow")
+    assert tuning.apply(other_build, GPU) == {INT8, FP8}
+    assert other_build.tuned == {INT8: (1, 1), FP8: (3, 1)}
+
+
+def _edited(**fields):
+    return lambda content: content | fields
+
+
+def _edited_product(**fields):
+    return lambda content: content | {"products": [content["products"][0] | fields]}
+
+
+@pytest.mark.parametrize(("edit", "reason"), [
+    (_edited(format="jax_qmm tuning 2"), 'does not have the format "jax_qmm tuning 1"'),
+    (lambda content: [content], "does not have the format"),
+    (_edited(device_kind="NVIDIA H100"), "on NVIDIA H100 with 132 SMs; this is NVIDIA H200 with 132 SMs"),
+    (_edited(sm_count=114), "measured on NVIDIA H200 with 114 SMs"),
+    (_edited(products=None), "malformed"),
+    (_edited(products=[1]), "malformed"),
+    (_edited(products=[{"m": 1}]), "malformed.*'n'"),
+    (_edited_product(m="1"), "malformed.*m is '1'"),
+    (_edited_product(microseconds=None), "malformed.*microseconds is None"),
+    (_edited_product(dtype="int4"), "no product int4 to float16, M 1, N 4096, K 4096"),
+    (_edited_product(kernel="gone"), 'no kernel "gone" for float8_e4m3fn to float16, M 1, N 4096, K 4096'),
+    (_edited_product(k=4097), 'no kernel "narrow" for .*K 4097'),
+])
+def test_foreign_files_are_refused(kernels, file, edit, reason):
+    file.write_text(json.dumps(edit(json.loads(file.read_text()))))
+    _is_refused(kernels, file, reason)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"format": "jax_qmm', b"\xff\xfe", b"[" * 100_000])
+def test_corrupt_files_are_refused(kernels, file, content):
+    file.write_bytes(content)
+    _is_refused(kernels, file, "it is no JSON")
+
+
+def test_a_file_that_is_named_and_missing_is_refused(kernels, file):
+    file.unlink()
+    _is_refused(kernels, file, "No such file")
+    file.mkdir()
+    _is_refused(kernels, file, "Is a directory")
+
+
+def _is_refused(kernels, file, reason):
+    with pytest.warns(UserWarning, match=reason) as caught:
+        assert tuning.apply(kernels, GPU) == frozenset()
+    assert f"the tuning file {file} is refused" in str(caught[0].message)
+    assert kernels.tuned == {}  # not even the entries that are good
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_none_is_loaded_where_the_environment_says_so(kernels, monkeypatch, tmp_path, value):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning.save(tuning.default_path(), GPU, ENTRIES)
+    monkeypatch.setenv("JAX_QMM_TUNING", value)
+    assert tuning.path() is None
+    assert tuning.apply(kernels, GPU) == frozenset()
+
+
+def test_default_path(kernels, monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_QMM_TUNING", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tuning.path() == tmp_path / ".cache" / "jax_qmm" / "tuning.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert tuning.path() == tmp_path / "cache" / "jax_qmm" / "tuning.json"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning.apply(kernels, GPU) == frozenset()  # no file, no warning
+    tuning.save(tuning.path(), GPU, ENTRIES)
+    assert tuning.apply(kernels, GPU) == {INT8, FP8}
+
+
+@pytest.fixture
+def process(kernels, monkeypatch):
+    """A process on a GPU with the extension."""
+    monkeypatch.setattr(_ffi, "_load", lambda: (kernels, None))
+    monkeypatch.setattr(_ffi, "_gpus", lambda: [GPU])
+    _ffi._tuned.cache_clear()
+    yield kernels
+    _ffi._tuned.cache_clear()
+
+
+def test_a_lowering_for_the_gpu_loads_the_file_once(process, file, monkeypatch):
+    assert _ffi.fallback_reason("cuda") is None
+    assert process.tuned == {FP8: (1, 1), INT8: (2, 1)}
+    process.tuned.clear()
+    assert _ffi.fallback_reason("cuda") is None
+    assert process.tuned == {}
+
+
+def test_no_file_is_read_for_another_gpu(process, file, monkeypatch):
+    older = types.SimpleNamespace(compute_capability="8.0", device_kind="A100")
+    monkeypatch.setattr(_ffi, "_gpus", lambda: [older])
+    assert "A100" in _ffi.fallback_reason("cuda")
+    assert process.tuned == {}
+
+
+def test_a_kernel_is_described_with_why_it_was_chosen(process, file):
+    assert _ffi.describe_scaled_mm(*INT8) == "wide (tuned)"
+    assert _ffi.describe_scaled_mm(17, *INT8[1:]) == "generic (by the cost model)"
+    assert _ffi.describe_scaled_mm(16, 6144, 4097, *INT8[3:]) == "generic (the only one for this alignment)"
