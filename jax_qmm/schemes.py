@@ -44,7 +44,7 @@ class W8A8:
         object.__setattr__(self, "dtype", check_qtype("dtype", self.dtype))
         if self.activation not in ("per_token", "per_tensor"):
             raise ValueError(f"activation is {self.activation!r}, needs 'per_token' or 'per_tensor'")
-        if not isinstance(self.symmetric, bool):
+        if not isinstance(self.symmetric, (bool, np.bool_)):
             raise TypeError(f"symmetric is {self.symmetric!r}, needs True or False")
         if not self.symmetric and self.dtype != jnp.int8:
             raise ValueError(f"symmetric=False was given with dtype {self.dtype}, needs int8")

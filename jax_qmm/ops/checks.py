@@ -23,6 +23,24 @@ def array(name, x, dtypes):
     return jnp.asarray(x)
 
 
+def asarray(name, x):
+    """`x` as a JAX array; lists and numpy's float64 are converted as JAX does it."""
+    try:
+        return jnp.asarray(x)
+    except OverflowError:
+        raise ValueError(f"{name} is {x}, which is out of range") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is a {type(x).__name__}, needs an array") from None
+
+
+def broadcasting(name, x, shape):
+    """`x` with 1 for the leading dimensions that it lacks, if it broadcasts to a result of `shape`."""
+    padded = (*(1,) * (len(shape) - x.ndim), *x.shape)
+    if len(padded) != len(shape) or not all(size in (1, whole) for size, whole in zip(padded, shape)):
+        raise ValueError(f"{name} has shape {x.shape}, needs one that broadcasts to the result's {shape}")
+    return x.reshape(padded)
+
+
 def matrices(a, b, qtypes=QTYPES):
     """`a` of shape (..., M, K) and `b` of shape (N, K), of one quantized dtype."""
     a, b = array("a", a, qtypes), array("b", b, qtypes)
@@ -73,7 +91,7 @@ def along_columns(name, x, b, scalar=False):
 def out_dtype(dtype):
     """`dtype` as one of the output dtypes of an epilogue with scales."""
     try:
-        dtype = jnp.dtype(dtype)
+        dtype = None if dtype is None else jnp.dtype(dtype)  # jnp.dtype(None) is float64
     except TypeError:
         raise TypeError(f"out_dtype is {dtype!r}; it needs to be a dtype") from None
     if dtype not in (*FLOATS, *INT32):

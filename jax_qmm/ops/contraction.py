@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_qmm import _compat, _ffi
+from jax_qmm.ops import checks
 from jax_qmm.ops.quantize import quantize
 from jax_qmm.ops.scaled_mm import scaled_mm_p
 from jax_qmm.qarray import SCALE_DTYPES, QArray
-from jax_qmm.schemes import W8A8
+from jax_qmm.schemes import W8A8, check_scheme
 
 DEQUANTIZED = {
     "no_contraction": "no axis is contracted",
@@ -73,7 +74,11 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
       bias: float array that broadcasts against the output, or None.
     """
     sides = [x if isinstance(x, QArray) else _check_float(name, x) for name, x in zip(names, (lhs, rhs))]
-    out_dtype = jnp.dtype(preferred_element_type or jnp.promote_types(*(x.dtype for x in sides)))
+    out_dtype = preferred_element_type or jnp.promote_types(*(x.dtype for x in sides))
+    try:
+        out_dtype = jnp.dtype(out_dtype)
+    except TypeError:
+        pass  # it is none of these either
     if out_dtype not in SCALE_DTYPES:
         raise TypeError(f"preferred_element_type is {out_dtype}, needs {', '.join(map(str, SCALE_DTYPES))}")
     activation_scale = activation_zero_point = None
@@ -96,7 +101,7 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
 
 
 def _check_float(name, x):
-    x = jnp.asarray(x)
+    x = checks.asarray(name, x)
     if x.dtype not in SCALE_DTYPES:
         raise TypeError(
             f"{name} has dtype {x.dtype}, needs {', '.join(map(str, SCALE_DTYPES))} or to be a QArray"
@@ -107,23 +112,19 @@ def _check_float(name, x):
 def _check_scheme(scheme, qtype):
     if scheme is None:
         return W8A8(qtype)
-    if not isinstance(scheme, W8A8):
-        raise TypeError(f"scheme is {scheme!r}, needs a W8A8")
+    check_scheme(scheme)
     if scheme.dtype != qtype:
         raise ValueError(f"scheme has dtype {scheme.dtype}, needs that of the QArray, {qtype}")
     return scheme
 
 
 def _check_bias(bias, plan, sides):
-    bias = jnp.asarray(bias)
+    bias = checks.asarray("bias", bias)
     if bias.dtype not in SCALE_DTYPES:
         raise TypeError(f"bias has dtype {bias.dtype}, needs {', '.join(map(str, SCALE_DTYPES))}")
     sizes = _sizes(plan, *sides)
-    shape = tuple(sizes[label] for label in plan.out)
-    padded = (*(1,) * (len(shape) - bias.ndim), *bias.shape)
-    if len(padded) != len(shape) or not all(size in (1, whole) for size, whole in zip(padded, shape)):
-        raise ValueError(f"bias has shape {bias.shape}, needs one that broadcasts to the result's {shape}")
-    return bias.astype(jnp.result_type(bias.dtype, plan.out_dtype)).reshape(padded)
+    bias = checks.broadcasting("bias", bias, tuple(sizes[label] for label in plan.out))
+    return bias.astype(jnp.result_type(bias.dtype, plan.out_dtype))
 
 
 def _sizes(plan, lhs, rhs):
@@ -288,7 +289,7 @@ def _quantized_dot(plan, lhs, rhs, bias, activation_scale, activation_zero_point
         names=tuple(vectors),
         num_batch=num_batch,
         out_dtype=out_dtype,
-        fast_accum=a.dtype != jnp.int8 and not _compat.asks_highest_precision(plan.precision),
+        fast_accum=not _compat.asks_highest_precision(plan.precision) and a.dtype != jnp.int8,
         out_sharding=out_sharding,
     )
     out = out.reshape(*out.shape[:-1], *size_of(columns)) if len(columns) != 1 else out

@@ -17,6 +17,7 @@ zero points on both sides, no contracted axis) are computed in floating point fr
 import jax
 import jax.numpy as jnp
 
+from jax_qmm.ops import checks
 from jax_qmm.ops.contraction import contract
 from jax_qmm.qarray import QArray
 
@@ -64,14 +65,15 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
     return contract(lhs, rhs, (left, right, out), names=("lhs", "rhs"), scheme=scheme, bias=bias, **options)
 
 
-def einsum(subscripts, *operands, precision=None, preferred_element_type=None, out_sharding=None, scheme=None,
-           bias=None):
+def einsum(subscripts, *operands, optimize="auto", precision=None, preferred_element_type=None,
+           out_sharding=None, scheme=None, bias=None):
     """`jax.numpy.einsum` of two operands for QArrays; without one it is that function.
 
     Args:
       subscripts: as in `jax.numpy.einsum`, with `...` and without `->` too. With a QArray no letter may come
         twice in one term, and a letter of one term alone must be in the output.
       operands: with a QArray among them exactly two.
+      optimize: as in `jax.numpy.einsum`; two operands leave nothing to optimize.
       precision, preferred_element_type, out_sharding, scheme, bias: as in `dot_general`.
 
     Returns:
@@ -88,7 +90,7 @@ def einsum(subscripts, *operands, precision=None, preferred_element_type=None, o
     options = {"precision": precision, "preferred_element_type": preferred_element_type,
                "out_sharding": out_sharding}
     if not _any_quantized(*operands):
-        return _plus(jnp.einsum(subscripts, *operands, **options), bias)
+        return _plus(jnp.einsum(subscripts, *operands, optimize=optimize, **options), bias)
     if not isinstance(subscripts, str):
         raise ValueError("einsum with a QArray needs its subscripts as a string")
     if len(operands) != 2:
@@ -133,7 +135,9 @@ def _any_quantized(*operands):
 
 
 def _plus(out, bias):
-    return out if bias is None else (out + bias).astype(out.dtype)
+    if bias is None:
+        return out
+    return (out + checks.broadcasting("bias", checks.asarray("bias", bias), out.shape)).astype(out.dtype)
 
 
 def _einsum_labels(subscripts, *shapes):

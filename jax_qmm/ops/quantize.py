@@ -13,6 +13,7 @@ from jax.interpreters import batching
 from jax.sharding import PartitionSpec
 
 from jax_qmm import _compat, _ffi, reference
+from jax_qmm.ops import checks
 from jax_qmm.ops.partitioning import even_spec, named_sharding, register_lowerings, without_mesh
 from jax_qmm.qarray import SCALE_DTYPES, QArray
 from jax_qmm.schemes import check_qtype
@@ -55,6 +56,8 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
     x = _check_x(x)
     qtype = check_qtype("qtype", qtype)
     axes = _check_axis(axis, x.ndim)
+    if not isinstance(symmetric, (bool, np.bool_)):
+        raise TypeError(f"symmetric is {symmetric!r}, needs True or False")
     if qtype != jnp.int8 and not (symmetric and zero_point is None):
         raise ValueError(
             f"{'zero_point' if symmetric else 'symmetric=False'} was given with qtype {qtype}, needs int8"
@@ -91,7 +94,7 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
 def _check_x(x):
     if isinstance(x, QArray):
         raise TypeError("x is a QArray already")
-    x = jnp.asarray(x)
+    x = checks.asarray("x", x)
     if x.dtype not in SCALE_DTYPES:
         raise TypeError(f"x has dtype {x.dtype}, needs {', '.join(map(str, SCALE_DTYPES))}")
     if x.ndim == 0:
@@ -123,9 +126,9 @@ def _check_tile_size(tile_size, tiled, shape):
 
 def _check_parameter(name, value, shape):
     integer = name == "zero_point"
-    if isinstance(value, (int, float)):
-        value = np.asarray(value, np.int32 if integer and isinstance(value, int) else np.float32)
-    value = jnp.asarray(value)
+    if not integer and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = np.float32(value)
+    value = checks.asarray(name, value)
     if not (jnp.issubdtype(value.dtype, jnp.integer) if integer else value.dtype in SCALE_DTYPES):
         kind = "an integer dtype" if integer else ", ".join(map(str, SCALE_DTYPES))
         raise TypeError(f"{name} has dtype {value.dtype}, needs {kind}")

@@ -66,7 +66,7 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, prec
     if out_dtype == jnp.int32:
         checks.raw_sums(a, scale_a, scale_b, bias)
         return _bind(a, b, out_dtype, out_sharding)
-    fast_accum = a.dtype != jnp.int8 and not _compat.asks_highest_precision(precision)
+    fast_accum = not _compat.asks_highest_precision(precision) and a.dtype != jnp.int8
     return _scaled(a, b, scale_a, scale_b, bias, out_dtype, out_sharding, fast_accum)
 
 
