@@ -17,6 +17,10 @@ from jax_qmm import _ffi
 _PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
 
 
+H200 = types.SimpleNamespace(compute_capability="9.0", device_kind="H200")
+A100 = types.SimpleNamespace(compute_capability="8.0", device_kind="A100")
+
+
 @pytest.fixture
 def reload():
     """Lets a test load another extension, and the real one be loaded again after it."""
@@ -27,7 +31,8 @@ def reload():
 
 def test_headers_are_those_of_the_oldest_supported_jaxlib():
     oldest, = (re.fullmatch(r"jax>=([\d.]+)", x).group(1) for x in _PYPROJECT["project"]["dependencies"])
-    headers, = (x.removeprefix("jaxlib==") for x in _PYPROJECT["build-system"]["requires"] if x.startswith("jaxlib"))
+    requires = _PYPROJECT["build-system"]["requires"]
+    headers, = (x.removeprefix("jaxlib==") for x in requires if x.startswith("jaxlib"))
     assert headers.split(".")[:2] == oldest.split(".")[:2]
 
 
@@ -48,7 +53,7 @@ def test_targets_are_those_registered():
 def test_build_without_kernels_is_named(reload, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_qmm._kernels", None)
     assert _ffi._load()[0] is None
-    monkeypatch.setattr(_ffi, "_gpus", lambda: [types.SimpleNamespace(compute_capability="9.0", device_kind="H200")])
+    monkeypatch.setattr(_ffi, "_gpus", lambda: [H200])
     assert "without kernels" in _ffi.fallback_reason("cuda")
 
 
@@ -57,17 +62,17 @@ def test_extension_that_fails_to_load_is_named(reload, monkeypatch):
         raise ImportError("libfoo.so: cannot open shared object file")
 
     monkeypatch.setattr(_ffi.importlib, "import_module", fail)
-    monkeypatch.setattr(_ffi, "_gpus", lambda: [types.SimpleNamespace(compute_capability="9.0", device_kind="H200")])
+    monkeypatch.setattr(_ffi, "_gpus", lambda: [H200])
     assert "libfoo.so" in _ffi.fallback_reason("cuda")
 
 
 def test_gpu_without_kernels_is_named(monkeypatch):
     kernels = types.SimpleNamespace(architectures=lambda: ["90a"])
     monkeypatch.setattr(_ffi, "_load", lambda: (kernels, None))
-    monkeypatch.setattr(_ffi, "_gpus", lambda: [types.SimpleNamespace(compute_capability="8.0", device_kind="A100")])
+    monkeypatch.setattr(_ffi, "_gpus", lambda: [A100])
     reason = _ffi.fallback_reason("cuda")
     assert "A100" in reason and "8.0" in reason and "90a" in reason
-    monkeypatch.setattr(_ffi, "_gpus", lambda: [types.SimpleNamespace(compute_capability="9.0", device_kind="H200")])
+    monkeypatch.setattr(_ffi, "_gpus", lambda: [H200])
     assert _ffi.fallback_reason("cuda") is None
 
 
