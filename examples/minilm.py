@@ -67,8 +67,8 @@ class MiniLM(nnx.Module):
     """The sentence encoder: BERT, the mean over tokens, and L2 normalisation.
 
     Args:
-        config: the contents of `config.json`.
-        rngs: for the initial values, which `load` replaces.
+      config: the contents of `config.json`.
+      rngs: for the initial values, which `load` replaces.
     """
 
     def __init__(self, config: dict, *, rngs: nnx.Rngs):
@@ -122,10 +122,10 @@ def load(folder: Path) -> tuple[MiniLM, Tokenizer]:
     """Reads the published files.
 
     Args:
-        folder: holds `config.json`, `model.safetensors` and `tokenizer.json`.
+      folder: holds `config.json`, `model.safetensors` and `tokenizer.json`.
 
     Returns:
-        The float32 model and its tokenizer.
+      The float32 model and its tokenizer.
     """
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
@@ -166,13 +166,13 @@ def encode(model, tokenizer: Tokenizer, texts: list[str], label: str) -> tuple[n
     """Embeds texts in batches of `BATCH`, the longest first.
 
     Args:
-        model: a `MiniLM`, quantized or not.
-        tokenizer: from `load`.
-        texts: any number of them.
-        label: names the model on the progress bar.
+      model: a `MiniLM`, quantized or not.
+      tokenizer: from `load`.
+      texts: any number of them.
+      label: names the model on the progress bar.
 
     Returns:
-        Unit vectors, float32 `(len(texts), hidden)`, and the seconds of all batches, without compilation.
+      Unit vectors, float32 `(len(texts), hidden)`, and the seconds of all batches, without compilation.
     """
     graph, state = nnx.split(model)
     forward = jax.jit(lambda state, ids, mask: nnx.merge(graph, state)(ids, mask))
@@ -201,9 +201,9 @@ def compare(model: MiniLM, tokenizer: Tokenizer, texts: list[str]) -> list[dict]
     """Embeds texts with the float32 model and with its quantized variants.
 
     Returns:
-        A row for float32 and one for each of `SCHEMES`: its name, mean and least cosine to the embeddings of
-        float32, the share of texts whose nearest neighbour stays the same, bytes of parameters, seconds, and
-        what ran where.
+      A row for float32 and one for each of `SCHEMES`: its name, mean and least cosine to the embeddings of
+      float32, the share of texts whose nearest neighbour stays the same, bytes of parameters, seconds, and
+      what ran where.
     """
     variants = {"float32": (model, "XLA")}
     tokens = jax.ShapeDtypeStruct((BATCH, 128), jnp.int32)

@@ -51,7 +51,7 @@ class DigitTransformer(nnx.Module):
     """Reads the rows of an 8x8 image as eight tokens and names the digit.
 
     Args:
-        rngs: for the initial parameters.
+      rngs: for the initial parameters.
 
     >>> model = DigitTransformer(rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((3, 8, 8))).shape
@@ -77,7 +77,7 @@ def digits(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """scikit-learn's 1797 handwritten digits, split by `seed` with each digit's share kept.
 
     Returns:
-        images to train on `(1297, 8, 8)` in [0, 1], images held out `(500, 8, 8)`, and the labels of both.
+      images to train on `(1297, 8, 8)` in [0, 1], images held out `(500, 8, 8)`, and the labels of both.
     """
     data = load_digits()
     images = (data.images / 16).astype(np.float32)
@@ -100,13 +100,13 @@ def train(images, labels, *, epochs: int, seed: int) -> DigitTransformer:
     """Trains a model with AdamW on a one-cycle schedule and shows a progress bar.
 
     Args:
-        images: `(count, 8, 8)` in [0, 1].
-        labels: `(count,)` integers in [0, 10).
-        epochs: passes over the images.
-        seed: of the initial parameters and of the order of the images.
+      images: `(count, 8, 8)` in [0, 1].
+      labels: `(count,)` integers in [0, 10).
+      epochs: passes over the images.
+      seed: of the initial parameters and of the order of the images.
 
     Returns:
-        The trained float32 model.
+      The trained float32 model.
     """
     model = DigitTransformer(rngs=nnx.Rngs(seed))
     steps = len(images) // BATCH
@@ -127,13 +127,13 @@ class Result:
     """What one variant of the model did on the held-out images.
 
     Attributes:
-        name: "float32" or the scheme in words.
-        accuracy: share of the images named rightly.
-        nbytes: bytes of all parameters.
-        logit_difference: largest absolute difference between its logits and those of float32.
-        seconds: median time of one batch of all held-out images, after compilation.
-        runs_on: "XLA", "kernel", or "reference: why".
-        operations: the layers quantized and, as a table, what each operation ran on; "" for float32.
+      name: "float32" or the scheme in words.
+      accuracy: share of the images named rightly.
+      nbytes: bytes of all parameters.
+      logit_difference: largest absolute difference between its logits and those of float32.
+      seconds: median time of one batch of all held-out images, after compilation.
+      runs_on: "XLA", "kernel", or "reference: why".
+      operations: the layers quantized and, as a table, what each operation ran on; "" for float32.
     """
 
     name: str
@@ -163,12 +163,12 @@ def compare(model, images, labels) -> list[Result]:
     """Runs the float32 model and its quantized variants.
 
     Args:
-        model: a trained float32 model.
-        images: `(count, 8, 8)` in [0, 1], not trained on.
-        labels: `(count,)` integers in [0, 10).
+      model: a trained float32 model.
+      images: `(count, 8, 8)` in [0, 1], not trained on.
+      labels: `(count,)` integers in [0, 10).
 
     Returns:
-        A result for float32 and one for each of `SCHEMES`, in this order.
+      A result for float32 and one for each of `SCHEMES`, in this order.
     """
     variants = {"float32": (model, "XLA", "")}
     for name, scheme in SCHEMES.items():
