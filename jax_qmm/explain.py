@@ -12,6 +12,7 @@ from jax_qmm import _ffi, report
 from jax_qmm.ops.contraction import dequantized_reason
 from jax_qmm.ops.quantize import quantize_dynamic_p, quantize_static_p, rows_and_columns
 from jax_qmm.ops.scaled_mm import scaled_mm_p
+from jax_qmm.qarray import QTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +20,13 @@ class OpRow:
     """One quantized operation of a function.
 
     Attributes:
-      op: "scaled_mm", "quantize" or "dequantized dot", with what belongs to it in parentheses.
+      op: "scaled_mm", "quantize" or "dequantized dot", with what belongs to it in parentheses; or "transpose"
+        of 8-bit values, for a weight that is stored in another order than the kernel reads.
       inputs: dtypes and shapes of the matrices, or of what is quantized; inside a shard_map those of one
         device.
       out: dtype and shape of the result.
       count: how often it runs in one call of the function; a while loop counts as one turn.
-      runs_on: the kernel that is chosen, or "reference: why".
+      runs_on: the kernel that is chosen, or "reference: why"; for a transpose what spares it.
       inside: the control flow around it, outermost first ("scan", "while", "cond", "shard_map"); may be "".
     """
 
@@ -142,6 +144,8 @@ def _describe(eqn, reason):
             reason = "its scales are not one per row"
         op = f"quantize ({'dynamic' if dynamic else 'static'}, {granularity})"
         return op, [x], _reference(reason) or "kernel"
+    if eqn.primitive.name == "transpose" and eqn.invars[0].aval.dtype in QTYPES:
+        return "transpose", eqn.invars, "XLA, at each call: store the axes that the product contracts last"
     if dequantized := dequantized_reason(str(eqn.params.get("name", ""))):
         return "dequantized dot", eqn.invars, _reference(dequantized)
     return None

@@ -113,16 +113,23 @@ def test_dequantized_products_are_named_with_the_reason():
     assert row.runs_on == "reference: scales vary along a contracted axis"
 
 
+def test_weights_in_another_order_are_named():
+    kernel = jnp.ones((32, 16))
+    rows = explain(matmul, X, quantize(kernel, axis=0)).rows
+    assert [row.op.split()[0] for row in rows] == ["quantize", "transpose", "scaled_mm"]
+    assert (rows[1].inputs, rows[1].out) == ("int8[32,16]", "int8[16,32]")
+    assert len(explain(matmul, X, quantize(kernel.T).T).rows) == 2
+
+
 def test_kernels_are_named_where_there_are_some(monkeypatch):
-    asked = []
+    asked, q = [], quantize(jnp.ones((16, 32)), "float8_e4m3fn").T
     monkeypatch.setattr(_ffi, "fallback_reason", lambda platform: None)
     monkeypatch.setattr(_ffi, "describe_scaled_mm", lambda *args: asked.append(args) or "tile 128x128x128")
     wide = jax.ShapeDtypeStruct((3, 8, 32), jnp.float32)
     table = explain(jax.vmap(product, (None, 0)), X, jax.ShapeDtypeStruct((2, 16, 32), jnp.int8))
     assert [row.runs_on for row in table.rows] == ["kernel", "tile 128x128x128"]
-    explain(lambda x, q: dot_general(x, q, (((2,), (0,)), ((), ())), scheme=W8A8("float8_e4m3fn"),
-                                     precision=jax.lax.Precision.HIGHEST), wide, quantize(
-                                         jnp.ones((16, 32)), "float8_e4m3fn").T)
+    fp8 = {"scheme": W8A8("float8_e4m3fn"), "precision": jax.lax.Precision.HIGHEST}
+    explain(lambda x, q: matmul(x, q, **fp8), wide, q)
     assert asked == [(8, 16, 32, 2, jnp.int8, jnp.bfloat16, False),
                      (24, 16, 32, 1, jnp.float8_e4m3fn, jnp.float32, False)]
 

@@ -28,7 +28,8 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
     or inf, and so does the dequantized row. Gradients are stopped: the derivative by `x` is zero.
 
     The GPU kernels serve scales shared over trailing axes (any `tile_size` on the last axis too); other axes
-    run as plain JAX.
+    run as plain JAX. A weight is best stored with the axes last that products contract, a Flax kernel (K, N)
+    as `quantize(kernel.T).T`; otherwise each product transposes it.
 
     Args:
       x: float32, bfloat16 or float16 array, rank 1 or more.
