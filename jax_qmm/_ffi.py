@@ -91,8 +91,8 @@ def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum) -> str:
         return ""
     gpus = _gpus()
     product = tuning.Product(m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum)
-    if product in _tuned():
-        why = "tuned"
+    if (measured := tuning.source(_tuned(), product)) is not None:
+        why = "tuned" if measured.m == m else f"tuned at M {measured.m}"
     elif len(kernels.scaled_mm_choices(*product)) == 1:
         why = "the only one for this alignment"
     else:
