@@ -263,6 +263,8 @@ def test_scales_that_are_not_per_row_say_that_they_have_no_kernel(monkeypatch):
     monkeypatch.setenv("JAX_QMM_STRICT", "1")
     with pytest.raises(RuntimeError, match=r"scales of shape \(1, 4\)"):
         lowered_for_cuda(lambda x: jax_qmm.quantize(x, axis=0), x)
+    with pytest.raises(RuntimeError, match=r"scales of shape \(1, 4\)"):
+        lowered_for_cuda(lambda x: jax_qmm.quantize(x, axis=0, scale=np.ones((1, 4), np.float32)), x)
 
 
 @pytest.mark.parametrize("axis", [1, None])
