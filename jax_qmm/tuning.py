@@ -57,8 +57,8 @@ class RefusedError(ValueError):
 
 def default_path() -> Path:
     """The tuning file in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "jax_qmm" / "tuning.json"
+    # Path.expanduser would raise where a user has no home.
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "jax_qmm", "tuning.json")
 
 
 def path() -> Path | None:
@@ -66,7 +66,7 @@ def path() -> Path | None:
     named = os.environ.get("JAX_QMM_TUNING")
     if named is None:
         return default_path()
-    return None if named in ("", "0") else Path(named).expanduser()
+    return None if named in ("", "0") else Path(os.path.expanduser(named))
 
 
 def choices(kernels, product: Product) -> dict[str, tuple[int, int]]:
@@ -109,7 +109,7 @@ def load(path: Path, kernels, gpu) -> list[Entry]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RefusedError(error.strerror) from None
+        raise RefusedError(error.strerror) from error
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"it is no JSON ({error})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -171,11 +171,13 @@ def apply(kernels, gpu) -> frozenset[Product]:
       The products whose kernels are now those of the file.
     """
     file = path()
-    if file is None or ("JAX_QMM_TUNING" not in os.environ and not file.exists()):
+    if file is None:
         return frozenset()
     try:
         entries = load(file, kernels, gpu)
     except RefusedError as error:
+        if "JAX_QMM_TUNING" not in os.environ and isinstance(error.__cause__, OSError):
+            return frozenset()  # nobody said that there is one
         warnings.warn(f"the tuning file {file} is refused: {error}. The cost model chooses the kernels; "
                       "remove the file, or set JAX_QMM_TUNING to another or to 0.", stacklevel=2)
         return frozenset()

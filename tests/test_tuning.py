@@ -147,6 +147,9 @@ def test_default_path(kernels, monkeypatch, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tuning.apply(kernels, GPU) == frozenset()  # no file, no warning
+        (tmp_path / "cache").write_text("")  # a folder that can't be entered
+        assert tuning.apply(kernels, GPU) == frozenset()
+    (tmp_path / "cache").unlink()
     tuning.save(tuning.path(), GPU, ENTRIES)
     assert tuning.apply(kernels, GPU) == {INT8, FP8}
 

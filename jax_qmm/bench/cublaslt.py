@@ -16,6 +16,13 @@ def missing() -> str:
     return "" if torch.cuda.is_available() else f"PyTorch {torch.__version__} sees no GPU"
 
 
+def version() -> str:
+    """The version of PyTorch."""
+    import torch
+
+    return torch.__version__
+
+
 def calls(product: Product) -> dict[str, Callable[[], float]]:
     """What measures cuBLASLt on a product: in its own dtype and in bfloat16, each in microseconds.
 

@@ -14,6 +14,7 @@ PEERS = ("xla", "cublaslt")
 FEW = 8  # products whose programs XLA compiles within minutes, although it takes up to 80 s for one of fp8
 ROUNDS = 9
 NOTES = """\
+The peak is that of dense 8-bit products by the datasheets of H100 SXM and H200.
 us: median of CUDA graph replays, as of cuBLASLt; in jit: by the clock, in one program of many such calls.
 (1.20x): takes 1.20 times as long as jax_qmm measured in the same way.
 The calls have operands of their own, which together exceed the L2 cache several times.
@@ -66,6 +67,8 @@ def main(*, products: Sequence[Product], peers: Sequence[str] | None, csv: Path 
     kernels, gpu = measure.open_gpu("bench")
     names, remarks = choose_peers(peers, len(products))
     title = f"jax_qmm on {gpu.device_kind}, jax {jax.__version__}"
+    if "cublaslt" in names:
+        title += f", PyTorch {cublaslt.version()}"
     print(title, *remarks, sep="\n", flush=True)
     bandwidth = measure.copy_bandwidth()
     rows, failures, interrupt = [], [], None

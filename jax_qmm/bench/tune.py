@@ -1,6 +1,7 @@
 """`python -m jax_qmm tune`: measures every kernel on the user's products and GPU, and stores the fastest."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -34,7 +35,9 @@ def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[
 
 def main(*, products: Sequence[Product], file: Path | None) -> None:
     """Measures, and writes after every product; see `python -m jax_qmm tune --help`."""
-    kernels, gpu = measure.open_gpu("tune")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the tuning file")  # said below, with what to do about it
+        kernels, gpu = measure.open_gpu("tune")
     file = file or tuning.path() or tuning.default_path()
     entries = {}
     try:
