@@ -66,21 +66,31 @@ def _graph_us(make, nbytes, rounds=9):
     import torch
 
     bound = [make() for _ in range(count_sets(nbytes, 24))]
-    for call in bound[:3]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in bound:
-            call()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(rounds + 1):
+
+    def call_all(repeats):
+        for _ in range(repeats):
+            for call in bound:
+                call()
+
+    def milliseconds(function, *arguments):
         begin.record()
-        graph.replay()
+        function(*arguments)
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(bound))
-    del graph, bound
+        return begin.elapsed_time(end)
+
+    call_all(1)
+    # As many calls as make the graph's own start small beside them: what the extension does for ours.
+    repeats = max(1, min(200 // len(bound), int(3 / milliseconds(call_all, 1))))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        call_all(repeats)
+    graph.replay()
+    times = [milliseconds(graph.replay) for _ in range(rounds)]
+    graph.reset()
+    count = repeats * len(bound)
+    bound.clear()
     torch.cuda.empty_cache()  # XLA and the extension allocate beside PyTorch
-    return statistics.median(times[1:])  # the first one warms up
+    return statistics.median(times) * 1e3 / count
