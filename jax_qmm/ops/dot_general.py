@@ -26,6 +26,10 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
                 out_sharding=None, *, scheme=None, bias=None):
     """`jax.lax.dot_general` for QArrays; without one it is that function.
 
+    Sharded operands communicate as those of `scaled_mm`. The kernel sees several contracted axes as one, and
+    several uncontracted ones of the weight too: of these only the first in memory can be sharded without
+    being gathered, or refused on an Explicit mesh.
+
     Args:
       lhs: QArray, or float32, bfloat16 or float16 array.
       rhs: likewise.

@@ -156,6 +156,12 @@ def test_sums_kept_with_the_weight_replace_those_of_each_call():
     assert (sums(w), sums(w.with_azp_adj(0))) == (1, 0)
 
 
+def test_the_input_is_transposed_rather_than_the_weight():
+    w = stored(normal(4, 6, 5), (0, 1))
+    table = jax_qmm.explain(functools.partial(jax_qmm.einsum, "mdh,hdn->mn"), normal(3, 6, 4), w)
+    assert [row.op.split()[0] for row in table.rows] == ["quantize", "scaled_mm"]
+
+
 @pytest.mark.parametrize("dims, lhs, rhs, weight", [
     (((1,), (0,)), (5, 8), (8, 6), "rhs"),
     (((2, 1), (0, 1)), (5, 4, 8), (8, 4, 6), "rhs"),

@@ -163,6 +163,15 @@ def test_sharded_products_gather_nothing(kind, scheme, equation, x_spec, w_spec,
     np.testing.assert_array_equal(got, want)
 
 
+def test_out_sharding_of_the_second_of_two_columns():
+    x, w = normal(8, 16), stored(normal(16, 4, 2, seed=1), (0,))
+    f = jax.jit(lambda x, w, spec: jax_qmm.einsum("mk,khd->mhd", x, w, out_sharding=spec), static_argnums=2)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)):
+        got = f(jax.device_put(x, P("x")), w, P("x", None, "y"))
+        assert got.sharding.spec == P("x", None, "y")
+    np.testing.assert_array_equal(got, f(x, w, None))
+
+
 def test_the_derivative_of_a_sharded_product():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     x, w = normal(8, 16), stored(normal(16, 8, seed=1), (0,))
