@@ -80,6 +80,13 @@ def test_zero_points_undo_a_shift(ab):
     assert_same(jax_qmm.scaled_mm_azp(a // 2 + np.int8(5), b, 0.5, 0.25, 5 * adj), np.asarray(want))
 
 
+def test_a_sum_with_the_result_does_not_skip_its_rounding(ab, oracle):
+    a, b = ab
+    want = oracle.scaled_mm(a, b, np.float32(0.1), 0.3)
+    rest = jax.jit(lambda x: jax_qmm.scaled_mm(a, b, 0.1, 0.3, out_dtype=jnp.float32) - x)(want)
+    assert not np.any(rest)
+
+
 def test_azp_adjustment_sums_rows():
     b = np.full((3, 70000), -128, np.int8)
     np.testing.assert_array_equal(jax_qmm.azp_adjustment(b), np.full(3, -128 * 70000, np.int32))
