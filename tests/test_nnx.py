@@ -65,7 +65,7 @@ def model():
 
 def test_report_and_state(model):
     rules = [Rule("mlp.[5-9]", W8A8()), Rule(".*", W8A8()), Rule("attn.*", STATIC)]
-    quantized, report = qnnx.quantize_model(model, rules)
+    quantized, report = qnnx.quantize_model(model, iter(rules))
     assert [row.path for row in report.quantized] == QUANTIZED
     assert {row.path: (row.op, row.reason) for row in report.skipped} == {
         "embed": ("Embed", "a table that is looked up"),
@@ -302,13 +302,6 @@ def test_stacked_layers(calibrated):
     np.testing.assert_array_equal(nnx.jit(lambda model, x: model(x))(quantized, x), want)
 
 
-def test_stacked_along_another_axis_is_skipped():
-    layer = nnx.Linear(8, 6, rngs=nnx.Rngs(0), **RANDOM)
-    layer.kernel = nnx.Param(jnp.ones((8, 3, 6)))
-    _, report = qnnx.quantize_model(layer, [Rule("", W8A8())])
-    assert report.skipped[0].reason == "its kernel has shape (8, 3, 6), which does not end in (8, 6)"
-
-
 def test_layers_that_bring_their_own_arithmetic_are_skipped():
     model = nnx.List([
         nnx.Linear(8, 8, dot_general=functools.partial(jax.lax.dot_general), rngs=nnx.Rngs(0)),
@@ -317,13 +310,15 @@ def test_layers_that_bring_their_own_arithmetic_are_skipped():
         nnx.Einsum("ab,bc->a", (8, 8), rngs=nnx.Rngs(0)),
         nnx.Linear(8, 8, promote_dtype=lambda args, dtype: args, rngs=nnx.Rngs(0), **RANDOM),
         qnnx.QuantLinear(8, 8, rngs=nnx.Rngs(0), **RANDOM),
+        nnx.Linear(8, 6, rngs=nnx.Rngs(0), **RANDOM),
         nnx.Linear(8, 8, rngs=nnx.Rngs(0), **RANDOM),
     ])
-    _, report = qnnx.quantize_model(model, [Rule("[0-5]", W8A8())])
+    model[6].kernel = nnx.Param(jnp.ones((8, 3, 6)))  # stacked along another axis
+    _, report = qnnx.quantize_model(model, [Rule("[0-6]", W8A8())])
     assert [row.reason for row in report.rows] == [
         "it brings its own dot_general", "it brings its own dot_general", "'ab,cd->abcd' contracts nothing",
         "'c' is summed over one operand alone in 'ab,bc->a'", "it brings its own promote_dtype",
-        "quantized already", "no rule matches"]
+        "quantized already", "its kernel has shape (8, 3, 6), which does not end in (8, 6)", "no rule matches"]
     assert report.unused_rules == ()
 
 
@@ -341,11 +336,6 @@ def test_arguments_of_a_wrong_type(model):
         qnnx.QuantLinear.from_linear(nnx.LinearGeneral(4, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(TypeError, match="scheme is 'int8', needs a W8A8"):
         qnnx.QuantLinear(4, 3, scheme="int8", rngs=nnx.Rngs(0))
-
-
-def test_rules_can_be_any_iterable(model):
-    _, report = qnnx.quantize_model(model, (Rule(path, W8A8()) for path in ["attn.query"]))
-    assert [row.path for row in report.quantized] == ["attn.query"]
 
 
 def test_orbax_round_trip(model, tmp_path):
@@ -396,13 +386,6 @@ def test_on_the_gpu_a_layer_is_kernels_and_equals_the_reference(symmetric, monke
     monkeypatch.delenv("JAX_QMM_STRICT")
     want = run(*jax.device_put((layer, x), jax.devices("cpu")[0]))
     np.testing.assert_array_equal(got, want)
-
-
-def test_strict_makes_a_fallback_an_error(monkeypatch):
-    layer = qnnx.QuantLinear(12, 6, rngs=nnx.Rngs(0))
-    monkeypatch.setenv("JAX_QMM_STRICT", "1")
-    with pytest.raises(RuntimeError, match="platform cpu has no kernels"):
-        layer(data(11, 12))
 
 
 def test_arrays_stay_where_they_are():

@@ -182,3 +182,15 @@ def test_the_derivative_of_a_sharded_product():
         np.testing.assert_allclose(jax.jit(grad)(*sharded), grad(x, w), rtol=1e-5, atol=1e-5)
         manual = jax.shard_map(grad, in_specs=(P("x"), P()), out_specs=P("x"))
         np.testing.assert_allclose(jax.jit(manual)(x, w), grad(x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_a_replicated_input_and_a_sharded_weight_in_shard_map():
+    x, w = normal(8, 16), stored(normal(16, 8, seed=1), (0,))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    specs = jax.tree.map(lambda leaf: P("x"), w)
+    loss = lambda x, w: jax.lax.psum((jax_qmm.matmul(x, w) ** 2).sum(), "x")
+    got = jax.jit(jax.grad(jax.shard_map(loss, mesh=mesh, in_specs=(P(), specs), out_specs=P())))(x, w)
+    want = jax.grad(lambda x, w: (jax_qmm.matmul(x, w) ** 2).sum())(x, w)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    with pytest.raises(ValueError, match="out_specs"):  # the product differs from device to device
+        jax.jit(jax.shard_map(jax_qmm.matmul, mesh=mesh, in_specs=(P(), specs), out_specs=P()))(x, w)

@@ -233,6 +233,13 @@ def test_shard_map(manual):
                 lambda q: (q.qvalue, q.scale, q.zero_point))(jax_qmm.quantize(x, **options))])
 
 
+def test_shard_map_with_a_scale_for_each_device():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    f = lambda x, scale: jax_qmm.quantize(x, scale=scale[0]).qvalue
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.shard_map(f, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())(jnp.ones((2, 3)), jnp.ones(4))
+
+
 def lowered_for_cuda(f, *args):
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
