@@ -108,7 +108,9 @@ def quantize_model(
     arrays stay where they are.
 
     To restore a saved model, make an abstract one of the same structure with `nnx.eval_shape`; where static
-    scales came from a calibration, any `activation_scale` in the rules gives the same structure.
+    scales came from a calibration, any `activation_scale` in the rules gives the same structure. To serialize
+    what `jax.export` made of a model, export a function of `nnx.to_pure_dict` of its state: JAX serializes no
+    nnx types, those of a float model neither.
 
     Args:
       model: float model.

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from jax_qmm import reference
 
@@ -115,6 +116,7 @@ class QArray:
 
     def swapaxes(self, axis1, axis2):
         """The view with two axes swapped."""
+        (axis1,), (axis2,) = (normalize_axis_tuple(axis, self.ndim, "axis") for axis in (axis1, axis2))
         axes = list(range(self.ndim))
         axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
         return self.transpose(axes)
@@ -124,7 +126,7 @@ class QArray:
         if len(axes) == 1 and not isinstance(axes[0], int):
             axes = axes[0]
         axes = tuple(range(self.ndim))[::-1] if not axes else axes
-        if sorted(axis % max(self.ndim, 1) for axis in axes) != list(range(self.ndim)):
+        if sorted(axis + self.ndim * (axis < 0) for axis in axes) != list(range(self.ndim)):
             raise ValueError(f"axes is {tuple(axes)}, needs a permutation of the {self.ndim} axes")
         stored = self.storage_axes()
         permutation = tuple(stored[axis] - self.ndim for axis in axes)
@@ -155,7 +157,7 @@ class QArray:
         >>> QArray(jnp.int8([[1, 2], [3, 4]]), jnp.ones((2, 1))).T.with_azp_adj(0).azp_adj.tolist()
         [[3], [7]]
         """
-        axes = (axis,) if isinstance(axis, int) else axis
+        axes = normalize_axis_tuple(axis, self.ndim, "axis")
         stored = self.storage_axes()
         sums = jnp.sum(self.qvalue, axis=tuple(stored[a] for a in axes), dtype=jnp.int32, keepdims=True)
         return self._replace(azp_adj=sums)

@@ -184,3 +184,12 @@ def test_sums_are_of_the_stored_values():
 def test_leaves_that_do_not_fit_are_refused(leaves, error, message):
     with pytest.raises(error, match=message):
         QArray(*leaves)
+
+
+@pytest.mark.parametrize("call", [
+    lambda q: q.transpose(2, 3), lambda q: q.transpose(0, 0), lambda q: q.transpose(0),
+    lambda q: q.swapaxes(0, 2), lambda q: q.with_azp_adj(2), lambda q: q.with_azp_adj((0, -2)),
+])
+def test_axes_that_do_not_fit_are_refused(call):
+    with pytest.raises(ValueError, match="ax[ei]s"):
+        call(make())

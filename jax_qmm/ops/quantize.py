@@ -25,7 +25,8 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
     int8 symmetric: `scale = absmax / 127`. int8 asymmetric: `scale = (max - min) / 255` over a range that
     includes 0, which the zero point then represents exactly. float8_e4m3fn: `scale = absmax / 448`. The
     arithmetic is float32. A row of zeros gives zeros. NaN and inf stay visible: a dynamic scale becomes NaN
-    or inf, and so does the dequantized row. Gradients are stopped: the derivative by `x` is zero.
+    or inf, and so does the dequantized row. With a static scale inf saturates and NaN gives NaN in float8 but
+    0 in int8, which has none. Gradients are stopped: the derivative by `x` is zero.
 
     The GPU kernels serve scales shared over trailing axes (any `tile_size` on the last axis too); other axes
     run as plain JAX. A weight is best stored with the axes last that products contract, a Flax kernel (K, N)
