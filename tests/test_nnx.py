@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -174,11 +175,11 @@ def test_quant_linear_from_the_start():
                                      {"param_dtype": jnp.bfloat16, "preferred_element_type": jnp.float32},
                                      {"preferred_element_type": jnp.bfloat16}], ids=str)
 def test_output_dtype_is_that_of_the_float_layer(x_dtype, options):
-    for use_bias in (True, False):
-        linear = nnx.Linear(8, 6, rngs=nnx.Rngs(0), use_bias=use_bias, **options)
-        layer = qnnx.QuantLinear.from_linear(linear)
-        x = data(3, 8).astype(x_dtype)
-        want, got = (jax.eval_shape(lambda x, f=f: f(x), x) for f in (linear, layer))
+    x = data(3, 8).astype(x_dtype)
+    for make, use_bias in itertools.product((nnx.Linear, nnx.LinearGeneral), (True, False)):
+        layer = make(8, 6, rngs=nnx.Rngs(0), use_bias=use_bias, **options)
+        quantized, _ = qnnx.quantize_model(layer, [Rule("", W8A8())])
+        want, got = (jax.eval_shape(lambda x, f=f: f(x), x) for f in (layer, quantized))
         assert (want.shape, want.dtype) == (got.shape, got.dtype)
 
 
