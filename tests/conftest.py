@@ -1,8 +1,10 @@
-"""Eight CPU devices for the sharding tests; tests marked `gpu` need a GPU that the installed kernels fit."""
+"""Eight CPU devices for the sharding tests, and no tuning file of the machine's; tests marked `gpu` need a GPU that the
+installed kernels fit."""
 
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_QMM_TUNING"] = "0"
 
 import hypothesis
 import jax

@@ -1,6 +1,9 @@
 // Warp-specialized persistent GEMM of TMA loads, wgmma and a TMA store, with the epilogue of epilogues_sm90.cuh.
 #pragma once
 
+// Lets CUTLASS' kernels start while the kernel before them ends; they wait for its results before they load.
+#define CUTLASS_ENABLE_GDC_FOR_SM90 1
+
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
@@ -90,7 +93,7 @@ cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, s
   args.scheduler.max_swizzle_size = swizzle;
 
   auto params = Kernel::to_underlying_arguments(args, /*workspace=*/nullptr);
-  auto status = Types::Device::run(params, stream);
+  auto status = Types::Device::run(params, stream, /*cuda_adapter=*/nullptr, /*launch_with_pdl=*/true);
   if (status == cutlass::Status::kSuccess) return cudaSuccess;
   cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : cudaErrorLaunchFailure;

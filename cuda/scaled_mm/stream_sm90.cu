@@ -1,8 +1,11 @@
 #include "scaled_mm/stream_sm90.h"
 
+#define CUTLASS_ENABLE_GDC_FOR_SM90 1
+
 #include <cute/tensor.hpp>
 #include <cute/arch/cluster_sm90.hpp>
 #include <cutlass/arch/barrier.h>
+#include <cutlass/arch/grid_dependency_control.h>
 #include <cutlass/cluster_launch.hpp>
 #include <cutlass/numeric_types.h>
 
@@ -115,6 +118,7 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(__grid_constant__ type
   Tensor sums = thread_mma.make_fragment_C(tCsC);
   clear(sums);
 
+  cutlass::arch::wait_on_dependent_grids();
   if (threadIdx.x >= kConsumers) {
     if (threadIdx.x == kConsumers) {
       Tensor gA = local_tile(p.tma_a.get_tma_tensor(make_shape(p.m, p.k, p.batch)),
@@ -152,6 +156,8 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(__grid_constant__ type
       if (++stage == kStages) stage = 0, phase ^= 1;
     }
   }
+
+  cutlass::arch::launch_dependent_grids();
 
   // Everything loaded has been read: the sums take its place.
   __syncthreads();
@@ -227,11 +233,13 @@ cudaError_t Stream<In, accum, Rows>::launch(ScaledMm const& p, int split, int, c
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = sizeof(typename K::Storage);
   config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {unsigned(split), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {unsigned(split), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, stream_kernel<K>, params);
 }
 
