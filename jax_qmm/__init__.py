@@ -1,6 +1,9 @@
 """Quantized matrix multiplication for JAX on NVIDIA GPUs: int8 and fp8 at the speed of the chip."""
 
 import importlib
+from pkgutil import extend_path
+
+__path__ = extend_path(__path__, __name__)  # in a checkout, the kernels are those of the installed package
 
 from jax_qmm._ffi import export_disabled_checks
 from jax_qmm.explain import explain

@@ -1,6 +1,9 @@
 """Loading the extension, its ABI, and what is said where it does not serve."""
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 import types
@@ -27,6 +30,19 @@ def reload():
     _ffi._load.cache_clear()
     yield
     _ffi._load.cache_clear()
+
+
+def test_in_a_checkout_the_installed_kernels_are_found(tmp_path):
+    checkout, site = tmp_path / "checkout", tmp_path / "site"
+    shutil.copytree(Path(jax_qmm.__file__).parent, checkout / "jax_qmm",
+                    ignore=shutil.ignore_patterns("_kernels*", "__pycache__"))
+    (site / "jax_qmm").mkdir(parents=True)
+    (site / "jax_qmm" / "__init__.py").touch()
+    (site / "jax_qmm" / "_kernels.py").write_text("registrations = dict")
+    command = [sys.executable, "-c", "import jax_qmm, sys; print(sys.modules['jax_qmm._kernels'].__file__)"]
+    run = subprocess.run(command, cwd=checkout, env=os.environ | {"PYTHONPATH": str(site)}, check=True,
+                         capture_output=True, text=True)
+    assert run.stdout.strip() == str(site / "jax_qmm" / "_kernels.py")
 
 
 def test_headers_are_those_of_the_oldest_supported_jaxlib():
