@@ -82,8 +82,9 @@ def test_zero_points_undo_a_shift(ab):
 
 def test_a_sum_with_the_result_does_not_skip_its_rounding(ab, oracle):
     a, b = ab
-    want = oracle.scaled_mm(a, b, np.float32(0.1), 0.3)
-    rest = jax.jit(lambda x: jax_qmm.scaled_mm(a, b, 0.1, 0.3, out_dtype=jnp.float32) - x)(want)
+    scales = np.float32(0.1), np.float32(0.3)
+    f = jax.jit(lambda x, *operands: jax_qmm.scaled_mm(*operands, out_dtype=jnp.float32) - x)
+    rest = f(oracle.scaled_mm(a, b, *scales), a, b, *scales)
     assert not np.any(rest)
 
 
