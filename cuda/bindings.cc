@@ -64,9 +64,9 @@ NB_MODULE(_kernels, m) {
       "select_scaled_mm",
       [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum, int sm_count) {
         ScaledMmChoice const chosen = select_scaled_mm(shape(m, n, k, batch, in, out, fast_accum), sm_count);
-        return Pair(chosen.instance, chosen.option);
+        return Pair(chosen.instance, chosen.swizzle);
       },
-      "The kernel (index, option) for a product on a GPU with that many SMs.");
+      "The kernel (index, swizzle) for a product on a GPU with that many SMs.");
   m.def(
       "describe_scaled_mm", [](Pair chosen) { return describe_scaled_mm(choice(chosen)); },
       "A kernel in words.");
@@ -75,7 +75,7 @@ NB_MODULE(_kernels, m) {
       [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
         std::vector<Pair> pairs;
         for (ScaledMmChoice c : scaled_mm_choices(shape(m, n, k, batch, in, out, fast_accum))) {
-          pairs.emplace_back(c.instance, c.option);
+          pairs.emplace_back(c.instance, c.swizzle);
         }
         return pairs;
       },

@@ -15,7 +15,6 @@
 #include "once_per_device.h"
 #include "scaled_mm/gemm_sm90.h"
 #include "scaled_mm/generic.h"
-#include "scaled_mm/stream_sm90.h"
 
 namespace jax_qmm {
 namespace {
@@ -23,42 +22,32 @@ namespace {
 using sm90::Accum;
 using sm90::Schedule;
 
-enum class Kind { kGemm, kStream };
-
 struct Cost {
   double k_tile, tile, launch;  // microseconds
   double reading;               // bytes that pass, against those of the operands
 };
 
 struct Instance {
-  Kind kind;
   Cost cost;
   DType in;
   Accum accum;
-  int out_bytes;  // 0 where it does not matter
-  int tile_m, tile_n, tile_k, cluster_m, cluster_n;
+  int out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n;
   Schedule schedule;
   bool swap;
   cudaError_t (*prepare)();
-  cudaError_t (*launch)(ScaledMm const&, int option, int sm_count, cudaStream_t);
+  cudaError_t (*launch)(ScaledMm const&, int swizzle, int sm_count, cudaStream_t);
 };
 
 #define COST(...) Cost{__VA_ARGS__}
-#define GEMM(cost, in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)               \
-  {Kind::kGemm, cost, DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n,             \
-   Schedule::schedule, swap,                                                                                    \
-   JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,       \
+#define GEMM(cost, in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)         \
+  {cost, DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, swap, \
+   JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,  \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::launch},
-#define STREAM(cost, in, accum, rows)                                                                           \
-  {Kind::kStream, cost, DType::in, Accum::accum, 0, rows, sm90::Stream<DType::in, Accum::accum, rows>::kColumns, \
-   sm90::Stream<DType::in, Accum::accum, rows>::kTileK, 1, 1, Schedule::kPingpong, true,                        \
-   sm90::Stream<DType::in, Accum::accum, rows>::prepare, sm90::Stream<DType::in, Accum::accum, rows>::launch},
 Instance const kInstances[] = {
 #include "scaled_mm/instances_sm90.def"
 };
 #undef COST
 #undef GEMM
-#undef STREAM
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -74,24 +63,11 @@ bool tma_aligned(ScaledMm const& p) {
 }
 
 bool serves(Instance const& instance, ScaledMm const& p) {
-  return instance.in == p.in && instance.accum == accum_of(p) && (instance.out_bytes == 0 || instance.out_bytes == bytes_of(p.out_dtype));
+  return instance.in == p.in && instance.accum == accum_of(p) && instance.out_bytes == bytes_of(p.out_dtype);
 }
 
-// Blocks that can run at once: one of a persistent kernel in each SM, two small ones of a streaming kernel.
-int64_t slots(Instance const& i, int sm_count) {
-  return i.kind == Kind::kStream ? 2 * sm_count : sm_count / (i.cluster_m * i.cluster_n);
-}
-
-// The setting of ScaledMmChoice::option.
-int option_for(Instance const& i, ScaledMm const& p, int sm_count) {
-  if (i.kind == Kind::kStream) {
-    // As many parts of K as leave no block waiting; beyond 4 their sums cost more than they gain.
-    int split = 1;
-    int64_t const tiles = ceil_div(p.n, i.tile_n) * ceil_div(p.m, i.tile_m) * p.batch;
-    while (split < 4 && 2 * split * tiles <= slots(i, sm_count) && 2 * split <= ceil_div(p.k, i.tile_k)) split *= 2;
-    return split;
-  }
-  // The grid is padded to whole squares, which costs more than the reuse gains unless it fits.
+// The grid is padded to whole squares of tiles, which costs more than the reuse gains unless it fits.
+int swizzle_for(Instance const& i, ScaledMm const& p) {
   int constexpr kSquare = 8;
   bool const fits = ceil_div(p.m, i.tile_m) % (kSquare * i.cluster_m) == 0 &&
                     ceil_div(p.n, i.tile_n) % (kSquare * i.cluster_n) == 0;
@@ -100,21 +76,16 @@ int option_for(Instance const& i, ScaledMm const& p, int sm_count) {
 
 // Whether the instance's cost was measured on anything like the problem: tiles of few rows, on few rows.
 bool suits(Instance const& i, ScaledMm const& p) {
-  if (i.kind == Kind::kStream) return p.m <= i.tile_m;
-  if (i.swap) return p.m <= 256;
-  return i.tile_m >= 128 || p.m <= 512 || i.tile_n == 128;
+  return i.swap ? p.m <= 256 : i.tile_m >= 128 || p.m <= 512 || i.tile_n == 128;
 }
 
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
-double predict(Instance const& i, int option, ScaledMm const& p, int sm_count) {
+double predict(Instance const& i, ScaledMm const& p, int sm_count) {
   int64_t const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
-  int64_t const tile_rows = i.kind == Kind::kStream ? i.tile_n : i.tile_m;
-  int64_t const tile_columns = i.kind == Kind::kStream ? i.tile_m : i.tile_n;
-  int const split = i.kind == Kind::kStream ? option : 1;
-  int64_t const blocks = ceil_div(ceil_div(rows, tile_rows), i.cluster_m) *
-                         ceil_div(ceil_div(columns, tile_columns), i.cluster_n) * split * p.batch;
-  double const waves = ceil_div(blocks, slots(i, sm_count));
-  double const computing = waves * (ceil_div(p.k, split * i.tile_k) * i.cost.k_tile + i.cost.tile);
+  int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
+                           ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
+  double const waves = ceil_div(clusters, sm_count / (i.cluster_m * i.cluster_n));
+  double const computing = waves * (ceil_div(p.k, i.tile_k) * i.cost.k_tile + i.cost.tile);
   double const bytes =
       double(p.batch) * (double(p.m) * p.k + double(p.n) * p.k + double(p.m) * p.n * bytes_of(p.out_dtype));
   double const reading = bytes / 4.3e6 * i.cost.reading;  // at 4.3 TB/s, what a copy reaches
@@ -147,11 +118,8 @@ std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& p) {
   std::vector<ScaledMmChoice> choices{{-1, 1}};
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
     if (!tma_aligned(p) || !serves(kInstances[i], p)) continue;
-    bool const stream = kInstances[i].kind == Kind::kStream;
-    for (int option : {1, 2, 4, 8}) {
-      bool const square = option == 8 && !kInstances[i].swap;
-      if (option == 1 || stream || square) choices.push_back({i, option});
-    }
+    choices.push_back({i, 1});
+    if (!kInstances[i].swap) choices.push_back({i, 8});
   }
   return choices;
 }
@@ -163,10 +131,9 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   double best_time = 0;
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
     if (!serves(kInstances[i], p) || !suits(kInstances[i], p)) continue;
-    int const option = option_for(kInstances[i], p, sm_count);
-    double const time = predict(kInstances[i], option, p, sm_count);
+    double const time = predict(kInstances[i], p, sm_count);
     if (best.instance < 0 || time < best_time) {
-      best = {i, option};
+      best = {i, swizzle_for(kInstances[i], p)};
       best_time = time;
     }
   }
@@ -176,7 +143,7 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
 void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice) {
   auto const known = scaled_mm_choices(problem);
   bool const serves = std::any_of(known.begin(), known.end(), [&](ScaledMmChoice other) {
-    return other.instance == choice.instance && other.option == choice.option;
+    return other.instance == choice.instance && other.swizzle == choice.swizzle;
   });
   if (!serves) throw std::invalid_argument(describe_scaled_mm(choice) + " does not serve this product");
   std::unique_lock lock(tuning_mutex);
@@ -193,12 +160,9 @@ std::string describe_scaled_mm(ScaledMmChoice choice) {
   if (choice.instance < 0) return "generic 64x64x64 mma.sync";
   Instance const& i = kInstances[choice.instance];
   auto text = [](int number) { return std::to_string(number); };
-  if (i.kind == Kind::kStream) {
-    return "sm90 stream " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " split " + text(choice.option);
-  }
   return "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " cluster " + text(i.cluster_m) + "x" +
          text(i.cluster_n) + (i.schedule == Schedule::kPingpong ? " pingpong" : " cooperative") +
-         (i.swap ? " swapped" : "") + " swizzle " + text(choice.option);
+         (i.swap ? " swapped" : "") + " swizzle " + text(choice.swizzle);
 }
 
 cudaError_t prepare_scaled_mm() {
@@ -214,7 +178,7 @@ cudaError_t prepare_scaled_mm() {
 cudaError_t launch_scaled_mm(ScaledMm const& p, ScaledMmChoice choice, int sm_count, cudaStream_t stream) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return cudaSuccess;
   if (choice.instance < 0) return launch_generic(p, stream);
-  return kInstances[choice.instance].launch(p, choice.option, sm_count, stream);
+  return kInstances[choice.instance].launch(p, choice.swizzle, sm_count, stream);
 }
 
 }  // namespace jax_qmm

@@ -41,9 +41,7 @@ struct ScaledMm {
 // What will run: an entry of the kernel table, or the kernel for any alignment when `instance` is -1.
 struct ScaledMmChoice {
   int instance;
-  // Of a table entry that streams b: how many blocks share a tile's K. Of any other: the side of the square of tiles
-  // that are computed together, for reuse in L2.
-  int option;
+  int swizzle;  // side of the square of tiles that are computed together, for reuse in L2
 };
 
 // Chooses a kernel on the host from the shape, the dtypes and the addresses' alignment; launches nothing.
