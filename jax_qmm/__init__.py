@@ -33,5 +33,9 @@ __all__ = [
 def __getattr__(name):
     # Flax is an optional dependency: its modules load when they are first named.
     if name in ("nnx", "linen"):
-        return importlib.import_module(f"jax_qmm.{name}")
+        try:
+            return importlib.import_module(f"jax_qmm.{name}")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f'jax_qmm.{name} needs {error.name}: pip install "jax_qmm[flax]"',
+                                      name=error.name) from error
     raise AttributeError(f"module 'jax_qmm' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The one door to the compiled extension: loads it, registers its FFI targets, says whether its kernels will run."""
+"""The one door to the compiled extension: loads it, registers its FFI targets, says whether its kernels run."""
 
 import functools
 import importlib

@@ -1,5 +1,7 @@
-"""Eight CPU devices for the sharding tests, and no tuning file of the machine's; tests marked `gpu` need a GPU that the
-installed kernels fit."""
+"""Eight CPU devices for the sharding tests, and no tuning file of the machine's.
+
+Tests marked `gpu` need a GPU that the installed kernels fit.
+"""
 
 import os
 

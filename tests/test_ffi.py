@@ -107,3 +107,11 @@ def test_strict_makes_a_fallback_an_error(monkeypatch):
     a = jnp.ones((2, 4), jnp.int8)
     with pytest.raises(RuntimeError, match="JAX_QMM_STRICT"):
         jax.jit(lambda a: jax_qmm.scaled_mm(a, a, 3.0, 1.0))(a)
+
+
+def test_a_missing_flax_names_the_extra(monkeypatch):
+    monkeypatch.delitem(sys.modules, "jax_qmm.nnx", raising=False)
+    monkeypatch.delattr(jax_qmm, "nnx", raising=False)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"jax_qmm\[flax\]"):
+        jax_qmm.nnx
