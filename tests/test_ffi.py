@@ -111,7 +111,7 @@ def test_strict_makes_a_fallback_an_error(monkeypatch):
 
 def test_a_missing_flax_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "jax_qmm.nnx", raising=False)
-    monkeypatch.delattr(jax_qmm, "nnx", raising=False)
+    monkeypatch.delitem(vars(jax_qmm), "nnx", raising=False)
     monkeypatch.setitem(sys.modules, "flax", None)
     with pytest.raises(ModuleNotFoundError, match=r"jax_qmm\[flax\]"):
         jax_qmm.nnx
