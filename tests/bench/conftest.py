@@ -6,7 +6,7 @@ import pytest
 
 from jax_qmm import _ffi
 
-KERNELS = ["generic", "sm90 stream split 1", "sm90 stream split 2", "sm90 wide"]
+KERNELS = ["generic", "sm90 narrow swizzle 1", "sm90 narrow swizzle 8", "sm90 wide"]
 GPU = types.SimpleNamespace(device_kind="NVIDIA H200", core_count=132, compute_capability="9.0")
 
 

@@ -59,10 +59,10 @@ def test_what_the_file_has_of_other_products_stays(kernels, tmp_path, capsys):
     command_line.main([*ARGUMENTS, "--file", str(file)])
     out = capsys.readouterr().out
     assert f"{file} holds 2 products on NVIDIA H200; set JAX_QMM_TUNING={file} to load it" in out
-    kernels.us["sm90 stream split 2"] = 5.0
+    kernels.us["sm90 narrow swizzle 8"] = 5.0
     command_line.main(["tune", "--shapes", "64,32", "--m", "8,9", "--dtype", "int8", "--file", str(file)])
     assert stored(file) == [
-        (1, "generic", 10.0), (8, "sm90 stream split 2", 5.0), (9, "sm90 stream split 2", 5.0)]
+        (1, "generic", 10.0), (8, "sm90 narrow swizzle 8", 5.0), (9, "sm90 narrow swizzle 8", 5.0)]
 
 
 def test_the_file_is_that_of_the_environment(kernels, tmp_path, monkeypatch, capsys):
