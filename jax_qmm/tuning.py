@@ -1,5 +1,6 @@
-"""The tuning file: the kernels that `python -m jax_qmm tune` measured to be the fastest, for later processes.
+"""Tuning files: the kernels that `python -m jax_qmm tune` measured to be the fastest, for later processes.
 
+The package brings one for each GPU in jax_qmm/tuned; the user's own goes before it, product by product.
 A process reads the file when it first lowers or explains a product for a GPU. One that only calls programs
 exported elsewhere lowers none, and keeps the kernels that the cost model chooses. Kernels are stored in
 words, so that the file outlives a build whose table has another order.
@@ -67,6 +68,16 @@ def path() -> Path | None:
     if named is None:
         return default_path()
     return None if named in ("", "0") else Path(os.path.expanduser(named))
+
+
+def packaged(gpu) -> Path:
+    """The file that the package brings for the JAX device `gpu`, if it has one.
+
+    >>> import types
+    >>> packaged(types.SimpleNamespace(device_kind="NVIDIA H200")).name
+    'nvidia-h200.json'
+    """
+    return Path(__file__).with_name("tuned") / f"{gpu.device_kind.lower().replace(' ', '-')}.json"
 
 
 def choices(kernels, product: Product) -> dict[str, tuple[int, int]]:
@@ -161,26 +172,28 @@ def source(tuned: Iterable[Product], product: Product) -> Product | None:
 
 
 def apply(kernels, gpu) -> frozenset[Product]:
-    """Makes the extension `kernels` use this process's tuning file; warns and changes nothing if refused.
+    """Makes the extension `kernels` use the package's tuning file and this process's; warns if the latter is refused.
 
     Args:
       kernels: the extension module.
       gpu: the JAX device that it runs on.
 
     Returns:
-      The products whose kernels are now those of the file.
+      The products whose kernels are now those of a file.
     """
-    file = path()
-    if file is None:
+    own = path()
+    if own is None:
         return frozenset()
-    try:
-        entries = load(file, kernels, gpu)
-    except RefusedError as error:
-        if "JAX_QMM_TUNING" not in os.environ and isinstance(error.__cause__, OSError):
-            return frozenset()  # nobody said that there is one
-        warnings.warn(f"the tuning file {file} is refused: {error}. The cost model chooses the kernels; "
-                      "remove the file, or set JAX_QMM_TUNING to another or to 0.", stacklevel=2)
-        return frozenset()
+    entries = []
+    for file in (packaged(gpu), own):
+        try:
+            entries += load(file, kernels, gpu)
+        except RefusedError as error:
+            # Nobody said that there is one: the package has none for most GPUs, and few users have one.
+            expected = file is own and ("JAX_QMM_TUNING" in os.environ or not isinstance(error.__cause__, OSError))
+            if expected:
+                warnings.warn(f"the tuning file {file} is refused: {error}. The defaults serve; remove the file, "
+                              "or set JAX_QMM_TUNING to another or to 0.", stacklevel=2)
     for entry in entries:
         kernels.tune_scaled_mm(*entry.product, choices(kernels, entry.product)[entry.kernel])
     return frozenset(entry.product for entry in entries)

@@ -154,6 +154,33 @@ def test_default_path(kernels, monkeypatch, tmp_path):
     assert tuning.apply(kernels, GPU) == {INT8, FP8}
 
 
+def test_the_users_file_goes_before_the_packages(kernels, file, monkeypatch, tmp_path):
+    packaged = tmp_path / "packaged.json"
+    other = INT8._replace(m=32)
+    tuning.save(packaged, GPU, [Entry(INT8, "narrow", 10.0), Entry(other, "narrow", 11.0)])
+    monkeypatch.setattr(tuning, "packaged", lambda gpu: packaged)
+    assert tuning.apply(kernels, GPU) == {INT8, FP8, other}
+    assert kernels.tuned == {INT8: (2, 1), FP8: (1, 1), other: (1, 1)}
+    kernels.tuned.clear()
+    packaged.write_text("of another version")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning.apply(kernels, GPU) == {INT8, FP8}
+    monkeypatch.setenv("JAX_QMM_TUNING", "0")
+    assert tuning.apply(kernels, GPU) == frozenset()
+
+
+@pytest.mark.parametrize("packaged", tuning.packaged(GPU).parent.glob("*.json"), ids=lambda file: file.stem)
+def test_the_packages_files_are_of_kernels_that_there_are(packaged):
+    kernels, why = _ffi._load()
+    if kernels is None:
+        pytest.skip(why)
+    content = json.loads(packaged.read_text())
+    gpu = types.SimpleNamespace(device_kind=content["device_kind"], core_count=content["sm_count"])
+    assert tuning.packaged(gpu) == packaged
+    assert len(tuning.load(packaged, kernels, gpu)) == len(content["products"]) > 0
+
+
 @pytest.fixture
 def process(kernels, monkeypatch):
     """A process on a GPU with the extension."""

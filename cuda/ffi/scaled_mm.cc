@@ -54,6 +54,7 @@ ffi::Error execute(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi:
   problem.batch = static_cast<int>(batch);
   problem.a_batch_stride = a.dimensions()[0] == 1 ? 0 : m * k;
   problem.b_batch_stride = b.dimensions()[0] == 1 ? 0 : n * k;
+  problem.out_batch_stride = m * n;
   problem.in = *dtype_of(a);
   problem.fast_accum = fast_accum;
   bool const int8 = problem.in == DType::kS8;

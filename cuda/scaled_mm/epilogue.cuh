@@ -8,6 +8,19 @@
 
 namespace jax_qmm {
 
+constexpr int kLine = 128;  // bytes of the L2 cache
+
+// Brings the first lines of each row into L2, the whole grid together. Legal before the kernel that writes them is done:
+// L2 is where all SMs see each other's writes.
+__device__ inline void prefetch_l2(void const* data, unsigned rows, unsigned lines, int64_t row_stride) {
+  unsigned const block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  unsigned const threads = gridDim.x * gridDim.y * gridDim.z * blockDim.x;
+  for (unsigned i = block * blockDim.x + threadIdx.x; i < rows * lines; i += threads) {
+    char const* const row = static_cast<char const*>(data) + i / lines * row_stride;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i % lines * kLine));
+  }
+}
+
 // A vector operand of any of its dtypes, or the value that stands for an absent one.
 template <class T>
 struct VectorArg {
@@ -16,15 +29,8 @@ struct VectorArg {
   int64_t stride, batch_stride, bytes;
   T absent;
 
-  // Brings the vector into L2, the whole grid together, so that the epilogue doesn't wait for memory at a kernel's end.
-  __device__ void prefetch() const {
-    int64_t const block = blockIdx.x + gridDim.x * (blockIdx.y + int64_t(gridDim.y) * blockIdx.z);
-    int64_t const blocks = int64_t(gridDim.x) * gridDim.y * gridDim.z;
-    constexpr int kLine = 128;
-    for (int64_t i = (block * blockDim.x + threadIdx.x) * kLine; i < bytes; i += blocks * blockDim.x * kLine) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<char const*>(data) + i));
-    }
-  }
+  // So that the epilogue doesn't wait for memory at a kernel's end.
+  __device__ void prefetch() const { prefetch_l2(data, (bytes + kLine - 1) / kLine, 1, kLine); }
 
   __device__ T load(int l, int i) const {
     if (data == nullptr) return absent;

@@ -3,6 +3,8 @@
 // output's width are kernel arguments, so that one kernel serves them all.
 #pragma once
 
+#include <algorithm>
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -40,10 +42,10 @@ struct Node {
 };
 
 // The nodes are made at a kernel's start; CUTLASS has their constructors compile for the host, too.
-template <class T>
-CUTLASS_HOST_DEVICE void prefetch(VectorArg<T> const& vector) {
+template <class Arg>
+CUTLASS_HOST_DEVICE void prefetch(Arg const& arg) {
 #ifdef __CUDA_ARCH__
-  vector.prefetch();
+  arg.prefetch();
 #endif
 }
 
@@ -172,16 +174,36 @@ struct ColVector : Node {
   }
 };
 
+// What the first tiles read of b first, brought into L2 while the kernel before this one ends: of all that CUTLASS' kernels
+// do before they wait for it, making the nodes is what is open to us.
+struct Weights {
+  void const* data;
+  unsigned rows, lines;
+  int64_t row_stride;
+
+  __device__ void prefetch() const { prefetch_l2(data, rows, lines, row_stride); }
+};
+
+// 2 MB, what memory delivers meanwhile: more delays the rest.
+inline Weights weights(ScaledMm const& p, int sm_count) {
+  constexpr int kBytes = 2 << 20, kRowsOfTile = 64;
+  int const rows = std::min(p.n, kRowsOfTile * sm_count);
+  return {p.b, unsigned(rows), unsigned(std::min(kBytes / rows, p.k) / kLine), p.k};
+}
+
 // The root: accumulator and vectors in, bit patterns of the output's width out.
 template <class Bits>
 struct Combine : Node {
-  using Arguments = OutputArg;
+  struct Arguments {
+    OutputArg out;
+    Weights weights;
+  };
   using Params = Arguments;
 
   Params params;
 
   CUTLASS_HOST_DEVICE Combine() {}
-  CUTLASS_HOST_DEVICE Combine(Params const& params, SharedStorage const&) : params(params) {}
+  CUTLASS_HOST_DEVICE Combine(Params const& params, SharedStorage const&) : params(params) { prefetch(params.weights); }
 
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
     Params const& params;
@@ -196,7 +218,7 @@ struct Combine : Node {
       for (int i = 0; i < N; ++i) {
         values[i] = combine(acc[i], scale_a[i], scale_b[i], bias[i]);
       }
-      return params.template round<Bits, cutlass::Array<Bits, N>, N>(values, values);
+      return params.out.template round<Bits, cutlass::Array<Bits, N>, N>(values, values);
     }
 
     template <int N>
@@ -209,7 +231,7 @@ struct Combine : Node {
       for (int i = 0; i < N; ++i) {
         values[i] = combine(subtract_zero_point(acc[i], azp[i], azp_adj[i]), scale_a[i], scale_b[i], bias[i]);
       }
-      return params.template round<Bits, cutlass::Array<Bits, N>, N>(values, acc);
+      return params.out.template round<Bits, cutlass::Array<Bits, N>, N>(values, acc);
     }
   };
 
@@ -229,8 +251,8 @@ template <DType In, class Bits, bool Swap, class CtaTile>
 struct Epilogue {
   using Tree = fusion::Sm90TreeVisitor<Combine<Bits>, AlongM<Swap, float, CtaTile>, AlongN<Swap, float, CtaTile>,
                                        AlongN<Swap, float, CtaTile>>;
-  static typename Tree::Arguments arguments(ScaledMm const& p) {
-    return {scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias), {p.out_dtype}};
+  static typename Tree::Arguments arguments(ScaledMm const& p, int sm_count) {
+    return {scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias), {{p.out_dtype}, weights(p, sm_count)}};
   }
 };
 
@@ -239,9 +261,9 @@ struct Epilogue<DType::kS8, Bits, Swap, CtaTile> {
   using Tree = fusion::Sm90TreeVisitor<Combine<Bits>, AlongM<Swap, float, CtaTile>, AlongN<Swap, float, CtaTile>,
                                        AlongN<Swap, float, CtaTile>, AlongM<Swap, int32_t, CtaTile>,
                                        AlongN<Swap, int32_t, CtaTile>>;
-  static typename Tree::Arguments arguments(ScaledMm const& p) {
+  static typename Tree::Arguments arguments(ScaledMm const& p, int sm_count) {
     return {scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias), azp_arg(p.azp), azp_adj_arg(p.azp_adj),
-            {p.out_dtype}};
+            {{p.out_dtype}, weights(p, sm_count)}};
   }
 };
 

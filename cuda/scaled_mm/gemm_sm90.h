@@ -6,7 +6,27 @@
 namespace jax_qmm::sm90 {
 
 enum class Accum { kFast, kFull };
-enum class Schedule { kPingpong, kCooperative };
+// Persistent blocks whose two math warpgroups take turns at tiles or share one; or a block for each tile, with one math
+// warpgroup and so little shared memory that two blocks fit an SM.
+enum class Schedule { kPingpong, kCooperative, kBasic };
+
+// The same product as a batch of tiles of rows that overlap, where M would leave the last of a few tiles partly empty: TMA
+// fills missing rows with zeros more slowly than it reads rows. Rows in two tiles are computed twice, alike. A tile still
+// lacks up to tiles - 2 rows. Not where b does not stay in L2, as each tile of rows reads it again.
+inline ScaledMm overlap_tiles(ScaledMm p, int rows_of_tile) {
+  int constexpr kMostTiles = 4, kBytesInL2 = 32 << 20;
+  int const tiles = (p.m + rows_of_tile - 1) / rows_of_tile;
+  if (p.batch > 1 || tiles < 2 || tiles > kMostTiles || p.m == tiles * rows_of_tile) return p;
+  if (int64_t(p.n) * p.k > kBytesInL2) return p;
+  int const step = (p.m - rows_of_tile + tiles - 2) / (tiles - 1);
+  p.batch = tiles;
+  p.m -= (tiles - 1) * step;
+  p.a_batch_stride = int64_t(step) * p.k;
+  p.out_batch_stride = int64_t(step) * p.n;
+  p.scale_a.batch_stride = step * p.scale_a.stride;
+  p.azp.batch_stride = step * p.azp.stride;
+  return p;
+}
 
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
           Schedule schedule, bool Swap>

@@ -74,20 +74,27 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
   return fits && !i.swap && p.m >= 4096 && p.n >= 8192 ? kSquare : 1;
 }
 
-// Whether the instance's cost was measured on anything like the problem: tiles of few rows, on few rows.
+// Whether the instance's cost was measured on anything like the problem.
 bool suits(Instance const& i, ScaledMm const& p) {
-  return i.swap ? p.m <= 256 : i.tile_m >= 128 || p.m <= 512 || i.tile_n == 128;
+  if (i.schedule == Schedule::kBasic) return p.m <= i.tile_n;
+  if (i.swap) return p.m <= 256;
+  return 2 * p.m > i.tile_m && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
 }
 
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
-double predict(Instance const& i, ScaledMm const& p, int sm_count) {
+double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
+  double constexpr kMissingByte = 14e-6;  // of a tile's rows of a, which TMA fills with zeros
+  int const rows_of_a = i.swap ? i.tile_n * i.cluster_n : i.tile_m * i.cluster_m;
+  ScaledMm const p = sm90::overlap_tiles(problem, rows_of_a);
   int64_t const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
   int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
                            ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
-  double const waves = ceil_div(clusters, sm_count / (i.cluster_m * i.cluster_n));
-  double const computing = waves * (ceil_div(p.k, i.tile_k) * i.cost.k_tile + i.cost.tile);
-  double const bytes =
-      double(p.batch) * (double(p.m) * p.k + double(p.n) * p.k + double(p.m) * p.n * bytes_of(p.out_dtype));
+  int const at_once = sm_count * (i.schedule == Schedule::kBasic ? 2 : 1) / (i.cluster_m * i.cluster_n);
+  int const tile_rows = i.swap ? i.tile_n : i.tile_m, missing = ceil_div(p.m, tile_rows) * tile_rows - p.m;
+  double const k_tile = i.cost.k_tile + kMissingByte * missing * i.tile_k;
+  double const computing = ceil_div(clusters, at_once) * (ceil_div(p.k, i.tile_k) * k_tile + i.cost.tile);
+  double const bytes = double(problem.batch) * (double(problem.m) * p.k + double(p.n) * p.k +
+                                                double(problem.m) * p.n * bytes_of(p.out_dtype));
   double const reading = bytes / 4.3e6 * i.cost.reading;  // at 4.3 TB/s, what a copy reaches
   return i.cost.launch + std::pow(std::pow(computing, 4) + std::pow(reading, 4), 0.25);
 }
@@ -160,8 +167,11 @@ std::string describe_scaled_mm(ScaledMmChoice choice) {
   if (choice.instance < 0) return "generic 64x64x64 mma.sync";
   Instance const& i = kInstances[choice.instance];
   auto text = [](int number) { return std::to_string(number); };
+  char const* const schedule = i.schedule == Schedule::kPingpong      ? " pingpong"
+                               : i.schedule == Schedule::kCooperative ? " cooperative"
+                                                                      : " basic";
   return "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " cluster " + text(i.cluster_m) + "x" +
-         text(i.cluster_n) + (i.schedule == Schedule::kPingpong ? " pingpong" : " cooperative") +
+         text(i.cluster_n) + schedule +
          (i.swap ? " swapped" : "") + " swizzle " + text(choice.swizzle);
 }
 

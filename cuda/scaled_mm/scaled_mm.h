@@ -32,6 +32,7 @@ struct ScaledMm {
   void* out;      // (batch, m, n), N contiguous
   int m, n, k, batch;
   int64_t a_batch_stride, b_batch_stride;  // 0 where one matrix serves the whole batch
+  int64_t out_batch_stride;
   DType in;                                // kS8 or kF8E4M3
   DType out_dtype;                         // kBF16, kF16, kF32, or kS32 for the raw sums of int8
   bool fast_accum;                         // fp8: sum inside the tensor cores' narrow accumulator
