@@ -91,8 +91,9 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
                            ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
   int const at_once = sm_count * (i.schedule == Schedule::kBasic ? 2 : 1) / (i.cluster_m * i.cluster_n);
   int const tile_rows = i.swap ? i.tile_n : i.tile_m, missing = ceil_div(p.m, tile_rows) * tile_rows - p.m;
-  double const k_tile = i.cost.k_tile + kMissingByte * missing * i.tile_k;
-  double const computing = ceil_div(clusters, at_once) * (ceil_div(p.k, i.tile_k) * k_tile + i.cost.tile);
+  double const waves = ceil_div(clusters, at_once);
+  double const k_tile = i.cost.k_tile + kMissingByte * missing * i.tile_k / waves;  // one wave has the last rows
+  double const computing = waves * (ceil_div(p.k, i.tile_k) * k_tile + i.cost.tile);
   double const bytes = double(problem.batch) * (double(problem.m) * p.k + double(p.n) * p.k +
                                                 double(problem.m) * p.n * bytes_of(p.out_dtype));
   double const reading = bytes / 4.3e6 * i.cost.reading;  // at 4.3 TB/s, what a copy reaches

@@ -31,12 +31,12 @@ def test_the_fastest_is_stored_and_serves_later(kernels, capsys):
 
 def test_every_kernel_is_measured_and_the_best_ones_again(kernels):
     command_line.main(ARGUMENTS)
-    product, everything, once = kernels.measured[0]
+    (product, everything, once), *again = (call for call in kernels.measured if call[0][0] == 1)
     assert product == (1, 64, 32, "int8", "bfloat16", False)
     assert everything == [(-1, 1), (0, 1), (1, 1), (2, 1)] and once == 1
-    product_again, finalists, rounds = kernels.measured[1]
-    assert product_again == product and rounds > once
-    assert finalists[:2] == [(2, 1), (-1, 1)]  # the default, then the best
+    assert all(repeated == product and rounds > once for repeated, _, rounds in again)
+    finalists = [choices for _, choices, _ in again]  # each alone
+    assert finalists[:2] == [[(2, 1)], [(-1, 1)]]  # the default, then the best
 
 
 def test_the_default_stays_where_the_gain_is_noise(kernels, capsys):
@@ -83,7 +83,7 @@ def test_dtypes(kernels):
 
 
 def test_an_interrupt_keeps_what_is_measured(kernels, capsys):
-    kernels.interrupt_after = 3  # in the second product
+    kernels.interrupt_after = 7  # in the second product
     assert command_line.main(ARGUMENTS) == 130
     assert stored(tuning.default_path()) == [(1, "generic", 10.0)]
     captured = capsys.readouterr()
