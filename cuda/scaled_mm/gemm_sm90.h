@@ -11,12 +11,13 @@ enum class Accum { kFast, kFull };
 enum class Schedule { kPingpong, kCooperative, kBasic };
 
 // The same product as a batch of tiles of rows that overlap, where M would leave the last of a few tiles partly empty: TMA
-// fills missing rows with zeros more slowly than it reads rows. Rows in two tiles are computed twice, alike. A tile still
-// lacks up to tiles - 2 rows. Not where b does not stay in L2, as each tile of rows reads it again.
+// fills missing rows with zeros more slowly than it reads rows, which shows from 16 of them on. Rows in two tiles are
+// computed twice, alike. A tile still lacks up to tiles - 2 rows. Not where b does not stay in L2, as each tile of rows reads
+// it again.
 inline ScaledMm overlap_tiles(ScaledMm p, int rows_of_tile) {
-  int constexpr kMostTiles = 4, kBytesInL2 = 32 << 20;
+  int constexpr kMostTiles = 4, kFewRows = 16, kBytesInL2 = 32 << 20;
   int const tiles = (p.m + rows_of_tile - 1) / rows_of_tile;
-  if (p.batch > 1 || tiles < 2 || tiles > kMostTiles || p.m == tiles * rows_of_tile) return p;
+  if (p.batch > 1 || tiles < 2 || tiles > kMostTiles || tiles * rows_of_tile - p.m < kFewRows) return p;
   if (int64_t(p.n) * p.k > kBytesInL2) return p;
   int const step = (p.m - rows_of_tile + tiles - 2) / (tiles - 1);
   p.batch = tiles;
