@@ -158,16 +158,16 @@ def _entry(fields):
 def source(tuned: Iterable[Product], product: Product) -> Product | None:
     """The one of the products `tuned` whose kernel the extension uses for `product`, or None.
 
-    It serves an M of more than half of its own, and other output dtypes of as many bytes.
+    It serves an M of more than three quarters of its own, and other output dtypes of as many bytes.
 
     >>> tuned = [Product(64, 4096, 4096, 1, "int8", "bfloat16", False)]
-    >>> [source(tuned, tuned[0]._replace(m=m)) is not None for m in (32, 33, 64, 65)]
+    >>> [source(tuned, tuned[0]._replace(m=m)) is not None for m in (48, 49, 64, 65)]
     [False, True, True, False]
     """
     def family(p):
         return p.n, p.k, p.batch, p.dtype, jnp.dtype(p.out_dtype).itemsize, p.fast_accum
 
-    near = (p for p in tuned if product.m <= p.m < 2 * product.m and family(p) == family(product))
+    near = (p for p in tuned if product.m <= p.m and 3 * p.m < 4 * product.m and family(p) == family(product))
     return min(near, default=None)
 
 

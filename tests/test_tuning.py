@@ -207,7 +207,7 @@ def test_no_file_is_read_for_another_gpu(process, file, monkeypatch):
 
 
 @pytest.mark.parametrize(("fields", "found"), [
-    ({}, True), ({"m": 9}, True), ({"m": 8}, False), ({"m": 17}, False), ({"out_dtype": "float16"}, True),
+    ({}, True), ({"m": 13}, True), ({"m": 12}, False), ({"m": 17}, False), ({"out_dtype": "float16"}, True),
     ({"out_dtype": "float32"}, False), ({"n": 64}, False), ({"k": 64}, False), ({"batch": 2}, False),
     ({"dtype": "float8_e4m3fn"}, False), ({"fast_accum": True}, False),
 ])
@@ -219,6 +219,6 @@ def test_what_was_tuned_serves_as_in_the_extension(fields, found):
 def test_a_kernel_is_described_with_why_it_was_chosen(process, file):
     assert _ffi.describe_scaled_mm(*INT8) == "wide (tuned)"
     assert _ffi.describe_scaled_mm(17, *INT8[1:]) == "generic (by the cost model)"
-    assert _ffi.describe_scaled_mm(9, *INT8[1:]).endswith("(tuned at M 16)")
-    assert _ffi.describe_scaled_mm(8, *INT8[1:]).endswith("(by the cost model)")
+    assert _ffi.describe_scaled_mm(13, *INT8[1:]).endswith("(tuned at M 16)")
+    assert _ffi.describe_scaled_mm(12, *INT8[1:]).endswith("(by the cost model)")
     assert _ffi.describe_scaled_mm(16, 6144, 4097, *INT8[3:]) == "generic (the only one for this alignment)"

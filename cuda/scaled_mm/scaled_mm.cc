@@ -116,7 +116,7 @@ std::optional<ScaledMmChoice> find_tuned(ScaledMm const& p) {
   auto const by_m = tuning.find(tuning_key(p));
   if (by_m == tuning.end()) return std::nullopt;
   auto const next = by_m->second.lower_bound(p.m);
-  if (next == by_m->second.end() || next->first >= 2 * p.m) return std::nullopt;
+  if (next == by_m->second.end() || 3LL * next->first >= 4LL * p.m) return std::nullopt;
   return next->second;
 }
 

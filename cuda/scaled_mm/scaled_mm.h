@@ -52,8 +52,8 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& problem, int sm_count);
 std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& problem);
 std::string describe_scaled_mm(ScaledMmChoice choice);
 
-// Makes `select_scaled_mm` answer `choice` for problems of these dtypes, this N, K and batch, and an M of more than half of
-// this one's up to it, unless a smaller M is tuned or their addresses are not aligned as the kernel needs. Throws
+// Makes `select_scaled_mm` answer `choice` for problems of these dtypes, this N, K and batch, and an M of more than three
+// quarters of this one's up to it, unless a smaller M is tuned or their addresses are not aligned as the kernel needs. Throws
 // std::invalid_argument where the kernel can't serve them at all.
 void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice);
 void clear_scaled_mm_tuning();
