@@ -7,6 +7,7 @@ import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_QMM_TUNING"] = "0"
+os.environ["JAX_PLATFORM_NAME"] = "cpu"  # meshes are of the default platform's devices, also where there are GPUs
 
 import hypothesis
 import jax

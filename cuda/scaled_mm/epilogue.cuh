@@ -94,6 +94,17 @@ struct OutputArg {
     }
     return out;
   }
+
+  template <class Bits, class Sum>
+  __device__ Bits round_one(float value, Sum sum) const {
+    struct One {
+      Bits bits;
+      __device__ Bits& operator[](int) { return bits; }
+    };
+    float const values[1] = {value};
+    Sum const sums[1] = {sum};
+    return round<Bits, One, 1>(values, sums).bits;
+  }
 };
 
 }  // namespace jax_qmm

@@ -28,10 +28,19 @@ void fill(void* data, size_t bytes, std::string const& pattern, size_t offset) {
   }
 }
 
+template <class Launches>
+cudaGraph_t capture(cudaStream_t stream, Launches launches) {
+  cudaGraph_t graph;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+  launches();
+  check(cudaStreamEndCapture(stream, &graph));
+  return graph;
+}
+
 }  // namespace
 
 std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledMmChoice> const& choices,
-                                      std::string const& pattern, int rounds) {
+                                      std::string const& pattern, int rounds, bool isolated) {
   size_t const a_bytes = size_t(shape.m) * shape.k, b_bytes = size_t(shape.n) * shape.k;
   size_t const out_bytes = size_t(shape.m) * shape.n * (shape.out_dtype == DType::kF32 || shape.out_dtype == DType::kS32 ? 4 : 2);
   size_t const set_bytes = a_bytes + b_bytes + out_bytes;
@@ -83,9 +92,20 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
     check(cudaEventSynchronize(end));
     check(cudaEventElapsedTime(&milliseconds, begin, end));
     repeats.push_back(std::clamp<int>(3 / milliseconds, 1, std::max(1, 200 / sets)));
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
-    for (int i = 0; i < repeats.back(); ++i) launch_all();
-    check(cudaStreamEndCapture(stream, &graph));
+    if (isolated) {
+      check(cudaGraphCreate(&graph, 0));
+      cudaGraphNode_t last = nullptr;
+      for (int i = 0; i < repeats.back() * sets; ++i) {
+        cudaGraph_t const one = capture(stream, [&] { check(launch_scaled_mm(problems[i % sets], choice, sm_count, stream)); });
+        cudaGraphNode_t const previous = last;
+        check(cudaGraphAddChildGraphNode(&last, graph, &previous, i > 0, one));
+        check(cudaGraphDestroy(one));
+      }
+    } else {
+      graph = capture(stream, [&] {
+        for (int i = 0; i < repeats.back(); ++i) launch_all();
+      });
+    }
     check(cudaGraphInstantiate(&executable, graph, 0));
     check(cudaGraphDestroy(graph));
     graphs.push_back(executable);

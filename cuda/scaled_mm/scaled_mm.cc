@@ -15,6 +15,7 @@
 #include "once_per_device.h"
 #include "scaled_mm/gemm_sm90.h"
 #include "scaled_mm/generic.h"
+#include "scaled_mm/skinny_sm90.h"
 
 namespace jax_qmm {
 namespace {
@@ -34,6 +35,7 @@ struct Instance {
   int out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n;
   Schedule schedule;
   bool swap;
+  int blocks_per_sm, warps;
   cudaError_t (*prepare)();
   cudaError_t (*launch)(ScaledMm const&, int swizzle, int sm_count, cudaStream_t);
 };
@@ -41,13 +43,20 @@ struct Instance {
 #define COST(...) Cost{__VA_ARGS__}
 #define GEMM(cost, in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)         \
   {cost, DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, swap, \
+   Schedule::schedule == Schedule::kBasic ? 2 : 1, 0,                                                      \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,  \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::launch},
+#define SKINNY(cost, in, bytes, max_m, warps, steps, blocks_per_sm)                                     \
+  {cost, DType::in, Accum::kFull, bytes, JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::kRowsOfB, max_m, \
+   JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::kStepBytes * steps * warps, 1, 1, Schedule::kSkinny, \
+   true, blocks_per_sm, warps, JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::prepare,     \
+   JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::launch},
 Instance const kInstances[] = {
 #include "scaled_mm/instances_sm90.def"
 };
 #undef COST
 #undef GEMM
+#undef SKINNY
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -62,8 +71,10 @@ bool tma_aligned(ScaledMm const& p) {
          (address(p.a) | address(p.b) | address(p.out)) % 16 == 0;
 }
 
-bool serves(Instance const& instance, ScaledMm const& p) {
-  return instance.in == p.in && instance.accum == accum_of(p) && instance.out_bytes == bytes_of(p.out_dtype);
+bool serves(Instance const& i, ScaledMm const& p) {
+  if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype)) return false;
+  if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= 65535;
+  return i.accum == accum_of(p);
 }
 
 // The grid is padded to whole squares of tiles, which costs more than the reuse gains unless it fits.
@@ -76,6 +87,7 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
 
 // Whether the instance's cost was measured on anything like the problem.
 bool suits(Instance const& i, ScaledMm const& p) {
+  if (i.schedule == Schedule::kSkinny) return true;
   if (i.schedule == Schedule::kBasic) return p.m <= i.tile_n;
   if (i.swap) return p.m <= 256;
   return 2 * p.m > i.tile_m && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
@@ -89,8 +101,9 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   int64_t const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
   int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
                            ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
-  int const at_once = sm_count * (i.schedule == Schedule::kBasic ? 2 : 1) / (i.cluster_m * i.cluster_n);
-  int const tile_rows = i.swap ? i.tile_n : i.tile_m, missing = ceil_div(p.m, tile_rows) * tile_rows - p.m;
+  int const at_once = sm_count * i.blocks_per_sm / (i.cluster_m * i.cluster_n);
+  int const tile_rows = i.swap ? i.tile_n : i.tile_m;
+  int const missing = i.schedule == Schedule::kSkinny ? 0 : ceil_div(p.m, tile_rows) * tile_rows - p.m;
   double const waves = ceil_div(clusters, at_once);
   double const k_tile = i.cost.k_tile + kMissingByte * missing * i.tile_k / waves;  // one wave has the last rows
   double const computing = waves * (ceil_div(p.k, i.tile_k) * k_tile + i.cost.tile);
@@ -168,6 +181,9 @@ std::string describe_scaled_mm(ScaledMmChoice choice) {
   if (choice.instance < 0) return "generic 64x64x64 mma.sync";
   Instance const& i = kInstances[choice.instance];
   auto text = [](int number) { return std::to_string(number); };
+  if (i.schedule == Schedule::kSkinny) {
+    return "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " skinny " + text(i.warps) + " warps";
+  }
   char const* const schedule = i.schedule == Schedule::kPingpong      ? " pingpong"
                                : i.schedule == Schedule::kCooperative ? " cooperative"
                                                                       : " basic";

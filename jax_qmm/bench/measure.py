@@ -40,11 +40,17 @@ def _pattern(dtype):
     return rng.standard_normal(8 << 20, np.float32).astype(dtype)
 
 
-def kernel_us(kernels, product: Product, choices: Sequence[tuple[int, int]], rounds: int) -> list[float]:
-    """Median microseconds of each choice of the extension for `product`, taking turns `rounds` times."""
+def kernel_us(kernels, product: Product, choices: Sequence[tuple[int, int]], rounds: int,
+              isolated: bool = False) -> list[float]:
+    """Median microseconds of each choice of the extension for `product`, taking turns `rounds` times.
+
+    A launch's start may overlap the end of the one before, as in streams, unless they are `isolated`, as XLA's
+    command buffers run them.
+    """
     m, n, k, _, dtype, out_dtype, fast_accum = product
     return kernels.measure_scaled_mm(
-        m, n, k, dtype, out_dtype, fast_accum, list(choices), _pattern(jnp.dtype(dtype)).tobytes(), rounds)
+        m, n, k, dtype, out_dtype, fast_accum, list(choices), _pattern(jnp.dtype(dtype)).tobytes(), rounds,
+        isolated)
 
 
 def count_sets(nbytes: int, most: int) -> int:

@@ -76,11 +76,11 @@ def test_csv(bench, tmp_path):
 
 def test_ours_is_the_kernel_that_would_run(bench, kernels):
     bench("--peers", "none", "--dtype", "int8")
-    assert [choices for _, choices, _ in kernels.measured] == [[(2, 1)]] * 4
+    assert [choices for _, choices, *_ in kernels.measured] == [[(2, 1)]] * 4
     kernels.measured.clear()
     kernels.tune_scaled_mm(1, 64, 32, 1, "int8", "bfloat16", False, (0, 1))
     bench("--peers", "none", "--dtype", "int8")
-    assert [choices for _, choices, _ in kernels.measured][:2] == [[(0, 1)], [(2, 1)]]
+    assert [choices for _, choices, *_ in kernels.measured][:2] == [[(0, 1)], [(2, 1)]]
 
 
 @pytest.mark.parametrize(("peers", "columns"), [

@@ -1,0 +1,151 @@
+// Products of so few rows of a that reading b is all that counts. A block has 16 rows of b, and its warps take turns at K. Every
+// thread has all loads of a turn on their way before it multiplies: registers are where a short kernel gets bytes soonest,
+// without barriers or descriptors to set up first. Sums are those of warp-level tensor cores, added up in a fixed order.
+#include "scaled_mm/skinny_sm90.h"
+
+#include "scaled_mm/epilogue.cuh"
+#include "scaled_mm/mma.cuh"
+
+namespace jax_qmm::sm90 {
+namespace {
+
+struct Params {
+  uint8_t const* a;
+  uint8_t const* b;
+  void* out;
+  int m, n;
+  unsigned k;
+  int64_t a_batch_stride, b_batch_stride, out_batch_stride;
+  VectorArg<float> scale_a, scale_b, bias;
+  VectorArg<int32_t> azp, azp_adj;
+  OutputArg output;
+};
+
+// Loads that stay where they stand, ahead of the products. What is read once leaves the L1 cache to a.
+__device__ uint4 load(uint8_t const* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ uint4 load_once(uint8_t const* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+template <class Accumulator, class Bits, int MaxM, int Warps, int Steps, int BlocksPerSm>
+__global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params p) {
+  constexpr int kRows = 16, kStep = 64, kTurn = kStep * Steps, kColumns = MaxM / 8;
+  static_assert(MaxM % 8 == 0 && kRows * MaxM <= 32 * Warps, "each result needs a thread");
+  __shared__ Accumulator partial[Warps][MaxM][kRows + 2];  // padded: the fragments' stores hit distinct banks
+
+  int const l = blockIdx.y, first = blockIdx.x * kRows;
+  unsigned const warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
+  // Where a thread's 16 bytes of a step begin: four threads share a row. Rows beyond the matrix repeat its last one.
+  auto row_of = [&](uint8_t const* matrix, int row, int rows) {
+    return matrix + int64_t(min(row, rows - 1)) * p.k + warp * kTurn + 16 * member;
+  };
+  uint8_t const* top = row_of(p.b + l * p.b_batch_stride, first + group, p.n);
+  uint8_t const* bottom = row_of(p.b + l * p.b_batch_stride, first + 8 + group, p.n);
+  uint8_t const* columns[kColumns];
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) columns[c] = row_of(p.a + l * p.a_batch_stride, 8 * c + group, p.m);
+  asm volatile("" : "+l"(top), "+l"(bottom));  // now, not after the wait
+
+  // The result that this thread will write.
+  int const row = threadIdx.x % kRows, m = threadIdx.x / kRows, n = first + row;
+  bool const writes = m < p.m && m < MaxM && n < p.n;
+  float scale_a, scale_b, bias;
+  int32_t azp, azp_adj;
+
+  // The next kernel may start, and wait for this one's results as this one does for those before it.
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+
+  Accumulator acc[kColumns][4] = {};
+  for (unsigned done = 0; done == 0 || warp * kTurn + done < p.k; done += Warps * kTurn) {
+    uint4 rows[Steps][2] = {}, values[Steps][kColumns] = {};
+#pragma unroll
+    for (int s = 0; s < Steps; ++s) {
+      if (warp * kTurn + done + s * kStep + 16 * member >= p.k) continue;
+      rows[s][0] = load_once(top + done + s * kStep);
+      rows[s][1] = load_once(bottom + done + s * kStep);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (8 * c + group < p.m) values[s][c] = load(columns[c] + done + s * kStep);
+      }
+    }
+    if (done == 0 && writes) {  // so that they come with the first loads
+      scale_a = p.scale_a.load(l, m);
+      scale_b = p.scale_b.load(l, n);
+      bias = p.bias.load(l, n);
+      azp = p.azp.load(l, m);
+      azp_adj = p.azp_adj.load(l, n);
+    }
+#pragma unroll
+    for (int s = 0; s < Steps; ++s) {
+      // A fragment's K is any 32 bytes, as long as they are the same of both operands.
+      uint4 const upper = rows[s][0], lower = rows[s][1];
+      uint32_t const low[4] = {upper.x, lower.x, upper.y, lower.y}, high[4] = {upper.z, lower.z, upper.w, lower.w};
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        mma(acc[c], low, {values[s][c].x, values[s][c].y});
+        mma(acc[c], high, {values[s][c].z, values[s][c].w});
+      }
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) partial[warp][8 * c + 2 * member + i % 2][8 * (i / 2) + group] = acc[c][i];
+  }
+  __syncthreads();
+  if (!writes) return;
+  Accumulator sum = 0;
+#pragma unroll
+  for (int w = 0; w < Warps; ++w) sum += partial[w][m][row];
+  float const value = combine(subtract_zero_point(sum, azp, azp_adj), scale_a, scale_b, bias);
+  static_cast<Bits*>(p.out)[l * p.out_batch_stride + int64_t(m) * p.n + n] = p.output.template round_one<Bits>(value, sum);
+}
+
+}  // namespace
+
+template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
+struct SkinnyKernel {
+  using Accumulator = std::conditional_t<In == DType::kS8, int32_t, float>;
+  using Bits = std::conditional_t<OutBytes == 2, uint16_t, uint32_t>;
+  static constexpr auto* kernel = skinny_kernel<Accumulator, Bits, MaxM, Warps, Steps, BlocksPerSm>;
+};
+
+template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
+cudaError_t Skinny<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::prepare() {
+  cudaFuncAttributes attributes;  // asking loads the kernel
+  return cudaFuncGetAttributes(&attributes, SkinnyKernel<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::kernel);
+}
+
+template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
+cudaError_t Skinny<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::launch(ScaledMm const& p, int, int,
+                                                                          cudaStream_t stream) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3((unsigned(p.n) + kRowsOfB - 1) / kRowsOfB, p.batch);
+  config.blockDim = dim3(32 * Warps);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(
+      &config, SkinnyKernel<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::kernel,
+      Params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, unsigned(p.k), p.a_batch_stride,
+             p.b_batch_stride, p.out_batch_stride, scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias),
+             azp_arg(p.azp), azp_adj_arg(p.azp_adj), {p.out_dtype}});
+}
+
+#define GEMM(...)
+#define SKINNY(cost, ...) template struct JAX_QMM_SKINNY(__VA_ARGS__);
+#include "scaled_mm/instances_sm90.def"
+
+}  // namespace jax_qmm::sm90

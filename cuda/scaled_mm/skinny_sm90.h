@@ -1,0 +1,21 @@
+// The kernel for few rows of a, defined in skinny_sm90.cu.
+#pragma once
+
+#include "scaled_mm/scaled_mm.h"
+
+namespace jax_qmm::sm90 {
+
+template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
+struct Skinny {
+  static constexpr int kMostBatch = 65535;  // of a grid's second dimension
+  static constexpr int kRowsOfB = 16;
+  static constexpr int kStepBytes = 64;  // of each row, in one load of 16 bytes by each thread
+  static cudaError_t prepare();
+  static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, cudaStream_t stream);
+};
+
+}  // namespace jax_qmm::sm90
+
+// The kernel of one SKINNY line of instances_sm90.def.
+#define JAX_QMM_SKINNY(in, out_bytes, max_m, warps, steps, blocks_per_sm) \
+  ::jax_qmm::sm90::Skinny<::jax_qmm::DType::in, out_bytes, max_m, warps, steps, blocks_per_sm>
