@@ -21,8 +21,6 @@ import jax_qmm
 from jax_qmm.bench import measure, shapes
 from jax_qmm.tuning import Product
 
-CHAIN = 32
-
 
 def quantized(x, w, scale_w):
     """The product of a float activation with a quantized weight."""
@@ -51,11 +49,11 @@ def rows_of(product):
     """What is measured of a product: name, microseconds, and those it is compared with."""
     few = measure.operands(product, product.dtype)
     if product.m >= 512:
-        bf16 = measure.jit_us(measure.xla_bf16, measure.operands(product, "bfloat16"))
+        bf16 = measure.jit_us(measure.xla_bf16, measure.chain(product, measure.operands(product, "bfloat16")))
         floats = [(a.astype(jnp.bfloat16), b, scale_b) for a, b, _, scale_b in few]
-        yield "quantize + scaled_mm, over XLA's bf16", measure.jit_us(quantized, floats), bf16
-    busy, span = profiled(jax_qmm.scaled_mm, (few * CHAIN)[:CHAIN])
-    yield f"chain of {CHAIN}, over its kernels", span, busy
+        yield "quantize + scaled_mm, over XLA's bf16", measure.jit_us(quantized, measure.chain(product, floats)), bf16
+    busy, span = profiled(jax_qmm.scaled_mm, (few * 32)[:32])
+    yield "chain of 32, over its kernels", span, busy
     if product.dtype == "int8":
         adj, azp = jnp.ones(product.n, jnp.int32), jnp.ones(product.m, jnp.int32)
         plain, _ = profiled(jax_qmm.scaled_mm, few)
