@@ -46,10 +46,10 @@ struct Instance {
    Schedule::schedule == Schedule::kBasic ? 2 : 1, 0,                                                      \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,  \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::launch},
-#define SKINNY(cost, in, bytes, max_m, warps, steps, blocks_per_sm)                                     \
-  {cost, DType::in, Accum::kFull, bytes, JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::kRowsOfB, max_m, \
-   JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::kStepBytes * steps * warps, 1, 1, Schedule::kSkinny, \
-   true, blocks_per_sm, warps, JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::prepare,     \
+#define SKINNY(cost, in, bytes, max_m, warps, steps, blocks_per_sm)                                              \
+  {cost, DType::in, Accum::kFull, bytes, sm90::kSkinnyRows, max_m, sm90::kSkinnyStep * steps * warps, 1, 1,      \
+   Schedule::kSkinny, true, blocks_per_sm, warps,                                                                \
+   JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::prepare,                                       \
    JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::launch},
 Instance const kInstances[] = {
 #include "scaled_mm/instances_sm90.def"
@@ -73,7 +73,7 @@ bool tma_aligned(ScaledMm const& p) {
 
 bool serves(Instance const& i, ScaledMm const& p) {
   if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype)) return false;
-  if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= 65535;
+  if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= sm90::kSkinnyMostBatch;
   return i.accum == accum_of(p);
 }
 

@@ -3,6 +3,8 @@
 // without barriers or descriptors to set up first. Sums are those of warp-level tensor cores, added up in a fixed order.
 #include "scaled_mm/skinny_sm90.h"
 
+#include <type_traits>
+
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/mma.cuh"
 
@@ -37,7 +39,7 @@ __device__ uint4 load_once(uint8_t const* p) {
 
 template <class Accumulator, class Bits, int MaxM, int Warps, int Steps, int BlocksPerSm>
 __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params p) {
-  constexpr int kRows = 16, kStep = 64, kTurn = kStep * Steps, kColumns = MaxM / 8;
+  constexpr int kRows = kSkinnyRows, kStep = kSkinnyStep, kTurn = kStep * Steps, kColumns = MaxM / 8;
   static_assert(MaxM % 8 == 0 && kRows * MaxM <= 32 * Warps, "each result needs a thread");
   __shared__ Accumulator partial[Warps][MaxM][kRows + 2];  // padded: the fragments' stores hit distinct banks
 
@@ -110,19 +112,17 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
   static_cast<Bits*>(p.out)[l * p.out_batch_stride + int64_t(m) * p.n + n] = p.output.template round_one<Bits>(value, sum);
 }
 
-}  // namespace
-
 template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
-struct SkinnyKernel {
-  using Accumulator = std::conditional_t<In == DType::kS8, int32_t, float>;
-  using Bits = std::conditional_t<OutBytes == 2, uint16_t, uint32_t>;
-  static constexpr auto* kernel = skinny_kernel<Accumulator, Bits, MaxM, Warps, Steps, BlocksPerSm>;
-};
+constexpr auto* kKernel = skinny_kernel<std::conditional_t<In == DType::kS8, int32_t, float>,
+                                        std::conditional_t<OutBytes == 2, uint16_t, uint32_t>, MaxM, Warps, Steps,
+                                        BlocksPerSm>;
+
+}  // namespace
 
 template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
 cudaError_t Skinny<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::prepare() {
   cudaFuncAttributes attributes;  // asking loads the kernel
-  return cudaFuncGetAttributes(&attributes, SkinnyKernel<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::kernel);
+  return cudaFuncGetAttributes(&attributes, kKernel<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>);
 }
 
 template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
@@ -132,13 +132,13 @@ cudaError_t Skinny<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::launch(Scaled
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3((unsigned(p.n) + kRowsOfB - 1) / kRowsOfB, p.batch);
+  config.gridDim = dim3((unsigned(p.n) + kSkinnyRows - 1) / kSkinnyRows, p.batch);
   config.blockDim = dim3(32 * Warps);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(
-      &config, SkinnyKernel<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::kernel,
+      &config, kKernel<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>,
       Params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, unsigned(p.k), p.a_batch_stride,
              p.b_batch_stride, p.out_batch_stride, scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias),
              azp_arg(p.azp), azp_adj_arg(p.azp_adj), {p.out_dtype}});

@@ -5,11 +5,12 @@
 
 namespace jax_qmm::sm90 {
 
+constexpr int kSkinnyRows = 16;          // of b in a block
+constexpr int kSkinnyStep = 64;          // bytes of each row: one load of 16 bytes by each thread
+constexpr int kSkinnyMostBatch = 65535;  // a grid's second dimension
+
 template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
 struct Skinny {
-  static constexpr int kMostBatch = 65535;  // of a grid's second dimension
-  static constexpr int kRowsOfB = 16;
-  static constexpr int kStepBytes = 64;  // of each row, in one load of 16 bytes by each thread
   static cudaError_t prepare();
   static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, cudaStream_t stream);
 };

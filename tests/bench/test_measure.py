@@ -66,11 +66,11 @@ def test_copies_count_what_is_read_and_written(monkeypatch):
 def test_in_jit_measures_ours_and_xla(monkeypatch):
     measured = []
     monkeypatch.setattr(
-        measure, "jit_us", lambda function, sets: measured.append((function, sets[0][0].dtype)))
+        measure, "jit_us", lambda function, sets: measured.append((function, sets[0][0].dtype, len(sets))))
     for call in measure.in_jit(FP8).values():
         call()
-    assert measured == [(jax_qmm.scaled_mm, jnp.float8_e4m3fn), (measure.xla_scaled_mm, jnp.float8_e4m3fn),
-                        (measure.xla_bf16, jnp.bfloat16)]
+    assert measured == [(jax_qmm.scaled_mm, jnp.float8_e4m3fn, 32), (measure.xla_scaled_mm, jnp.float8_e4m3fn, 32),
+                        (measure.xla_bf16, jnp.bfloat16, 32)]
 
 
 def test_roofline_is_that_of_bytes_or_of_operations():
