@@ -43,7 +43,7 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, prec
       bias: `(N,)`, float32 or `out_dtype`, or None.
       out_dtype: bfloat16, float16, float32, or int32 for the sums of int8 products; the scales are then the
         constant 1.0.
-      precision: of fp8 sums; int8 is always exact. Hopper's tensor cores keep about 14 bits of a sum. By
+      precision: of fp8 sums; int8 is always exact. Hopper's wgmma instructions keep about 14 bits of a sum. By
         default that holds for all of K; `jax.lax.Precision.HIGHEST` starts a new sum every 128 products and
         adds these sums in float32.
       out_sharding: the sharding of the result, as in `jax.lax.dot_general`. On an Explicit mesh it is needed
