@@ -90,7 +90,8 @@ bool suits(Instance const& i, ScaledMm const& p) {
   if (i.schedule == Schedule::kSkinny) return true;
   if (i.schedule == Schedule::kBasic) return p.m <= i.tile_n;
   if (i.swap) return p.m <= 256;
-  return 2 * p.m > i.tile_m && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
+  if (p.m <= i.tile_m * (i.cluster_m - 1) || 2 * p.m <= i.tile_m) return false;  // blocks, or most of them, would be empty
+  return p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96);
 }
 
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
