@@ -2,19 +2,18 @@
 
     python benchmarks/programs.py --out programs.csv
 
-Every call has operands of its own, which together exceed the L2 cache several times. Kernel times and gaps are those
-of JAX's profiler.
+Every call has operands of its own, which together exceed the L2 cache several times. Times are of
+JAX's profiler, and of the clock where it says so.
 """
 
 import argparse
 import csv
-import tempfile
-from pathlib import Path
-from statistics import geometric_mean
+import math
+import statistics
+import time
 
 import jax
 import jax.numpy as jnp
-from jax.profiler import ProfileData
 from tqdm import tqdm
 
 import jax_qmm
@@ -28,21 +27,21 @@ def quantized(x, w, scale_w):
     return jax_qmm.scaled_mm(a.qvalue, w, a.scale, scale_w)
 
 
-def profiled(function, sets, programs=3):
-    """Microseconds of a call: its kernels alone, and from the first one's start to the last one's end."""
+def wall_us(function, sets):
+    """Microseconds of a call by the clock, of those for all `sets` in one jitted program, called many times in a row."""
     program = jax.jit(lambda sets: [function(*arguments) for arguments in sets]).lower(sets).compile()
-    jax.block_until_ready(program(sets))
-    busy, span = [], []
-    for _ in range(programs):
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                jax.block_until_ready(program(sets))
-            [trace] = Path(folder).rglob("*.xplane.pb")
-            kernels = [event for plane in ProfileData.from_file(str(trace)).planes if "GPU" in plane.name
-                       for line in plane.lines if "Stream" in line.name for event in line.events]
-        busy.append(sum(kernel.duration_ns for kernel in kernels))
-        span.append(max(k.start_ns + k.duration_ns for k in kernels) - min(k.start_ns for k in kernels))
-    return min(busy) / len(sets) / 1e3, min(span) / len(sets) / 1e3
+
+    def seconds(calls):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = program(sets)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / calls
+
+    seconds(2)
+    # Enough calls in a row that the first one's way to the GPU and the last one's back do not count.
+    calls = min(50, math.ceil(0.02 / seconds(1)))
+    return statistics.median(seconds(calls) for _ in range(7)) / len(sets) * 1e6
 
 
 def rows_of(product):
@@ -52,13 +51,15 @@ def rows_of(product):
         bf16 = measure.jit_us(measure.xla_bf16, measure.chain(product, measure.operands(product, "bfloat16")))
         floats = [(a.astype(jnp.bfloat16), b, scale_b) for a, b, _, scale_b in few]
         yield "quantize + scaled_mm, over XLA's bf16", measure.jit_us(quantized, measure.chain(product, floats)), bf16
-    busy, span = profiled(jax_qmm.scaled_mm, (few * 32)[:32])
+    many = (few * 32)[:32]
+    span, busy = measure.profiled(jax_qmm.scaled_mm, many)
     yield "chain of 32, over its kernels", span, busy
+    yield "chain of 32 by the clock, over its kernels", wall_us(jax_qmm.scaled_mm, many), busy
     if product.dtype == "int8":
         adj, azp = jnp.ones(product.n, jnp.int32), jnp.ones(product.m, jnp.int32)
-        plain, _ = profiled(jax_qmm.scaled_mm, few)
-        tensor, _ = profiled(lambda *given: jax_qmm.scaled_mm_azp(*given, adj), few)
-        token, _ = profiled(lambda *given: jax_qmm.scaled_mm_azp_per_token(*given, adj, azp), few)
+        _, plain = measure.profiled(jax_qmm.scaled_mm, few)
+        _, tensor = measure.profiled(lambda *given: jax_qmm.scaled_mm_azp(*given, adj), few)
+        _, token = measure.profiled(lambda *given: jax_qmm.scaled_mm_azp_per_token(*given, adj, azp), few)
         yield "zero point per tensor, over none", tensor, plain
         yield "zero point per token, over none", token, plain
 
@@ -76,7 +77,7 @@ def main():
             rows.append((name, product.dtype, *product[:3], round(us, 2), round(other, 2), round(us / other, 3)))
     for name in dict.fromkeys(row[0] for row in rows):
         ratios = [row[-1] for row in rows if row[0] == name]
-        print(f"{name}: {geometric_mean(ratios):.3f} times as long (geometric mean), {min(ratios)} to {max(ratios)}")
+        print(f"{name}: {statistics.geometric_mean(ratios):.3f} times as long (geometric mean), {min(ratios)} to {max(ratios)}")
     if args.out:
         with open(args.out, "w", newline="") as file:
             writer = csv.writer(file)

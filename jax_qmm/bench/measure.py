@@ -1,4 +1,4 @@
-"""Times on the GPU: of kernels in CUDA graphs, and of jitted programs by the clock on the wall.
+"""Times on the GPU: of kernels in CUDA graphs, and of jitted programs by JAX's profiler.
 
 Either rotates over sets of operands that together exceed the L2 cache several times, or it would serve them.
 """
@@ -7,12 +7,14 @@ import functools
 import math
 import statistics
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.profiler import ProfileData
 
 import jax_qmm
 from jax_qmm import _ffi
@@ -58,27 +60,45 @@ def count_sets(nbytes: int, most: int) -> int:
     return min(most, max(2, math.ceil(400e6 / nbytes)))
 
 
-def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
-    """Microseconds of a call of `function`, of those for all `sets` of arguments in one jitted program."""
-    program = jax.jit(lambda sets: [function(*arguments) for arguments in sets]).lower(sets).compile()
+def profiled(function: Callable, sets: Sequence[tuple]) -> tuple[float, float]:
+    """Microseconds of a call of `function`, of those for all `sets` of arguments in one jitted program.
 
-    def seconds(calls):
-        start = time.perf_counter()
-        out = None
-        for _ in range(calls):
+    From the start of the program's first kernel to the end of its last, and the sum of its kernels, both by JAX's
+    profiler: what the host needs to start a program is not in it. Medians of 7 runs.
+    """
+    program = jax.jit(lambda sets: [function(*arguments) for arguments in sets]).lower(sets).compile()
+    runs = 7
+
+    def run():
+        for _ in range(runs):
             out = program(sets)
         jax.block_until_ready(out)
-        return (time.perf_counter() - start) / calls
 
-    seconds(2)
-    # Enough calls in a row that the first one's way to the GPU and the last one's back do not count.
-    calls = min(50, math.ceil(0.02 / seconds(1)))
-    return statistics.median(seconds(calls) for _ in range(7)) / len(sets) * 1e6
+    run()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        [trace] = Path(folder).rglob("*.xplane.pb")
+        events = sorted((event.start_ns, event.start_ns + event.duration_ns)
+                        for plane in ProfileData.from_file(str(trace)).planes if plane.name.startswith("/device:GPU")
+                        for line in plane.lines if line.name.startswith("Stream") for event in line.events)
+    count, rest = divmod(len(events), runs)
+    if rest or not count:
+        raise RuntimeError(f"JAX's profiler saw {len(events)} kernels in {runs} runs of a program")
+    programs = [events[i:i + count] for i in range(0, len(events), count)]
+    span = statistics.median(max(end for _, end in kernels) - kernels[0][0] for kernels in programs)
+    busy = statistics.median(sum(end - start for start, end in kernels) for kernels in programs)
+    return span / len(sets) / 1e3, busy / len(sets) / 1e3
 
 
-def copy_bandwidth(nbytes: int = 128 << 20) -> float:
-    """Bytes a second, read and written, of copies of `nbytes` on the device."""
-    sets = [(jnp.full((nbytes,), i, jnp.int8),) for i in range(8)]
+def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
+    """Microseconds of a call of `function` in a jitted program, as `profiled` has it."""
+    return profiled(function, sets)[0]
+
+
+def copy_bandwidth(nbytes: int = 128 << 20, count: int = 8) -> float:
+    """Bytes a second, read and written, of `count` copies of `nbytes` each on the device."""
+    sets = [(jnp.full((nbytes,), i, jnp.int8),) for i in range(count)]
     return 2 * nbytes / jit_us(jnp.copy, sets) * 1e6  # outputs of their own, so that XLA can't but copy
 
 
@@ -125,7 +145,7 @@ def xla_bf16(a, b, scale_a, scale_b):
 
 
 def chain(product: Product, sets: list[tuple]) -> list[tuple]:
-    """The sets again and again, for so many calls that a program's start is little beside them: up to 32, or 2 ms.
+    """The sets again and again, for so many calls that the first and the last are few of them: up to 32, or 2 ms.
 
     >>> product = Product(1024, 6144, 4096, 1, "int8", "bfloat16", False)
     >>> len(chain(product, [(), ()])), len(chain(product._replace(m=16384), [(), ()]))

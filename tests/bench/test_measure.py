@@ -1,5 +1,7 @@
 """What is measured. Times are checked for how they are computed, never for what they are."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,9 +46,24 @@ def test_sets_exceed_the_cache_without_filling_the_memory():
     assert measure.count_sets(10**9, 24) == 2
 
 
-def test_time_is_that_of_one_call(monkeypatch):
-    clock = iter(np.arange(1000) * 3.0)  # every reading 3 s after the one before
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+class Trace:
+    """A profile of 7 runs of a program of two kernels, 10 us and 4 us long, of which the second starts `gap` us later."""
+
+    def __init__(self, gap, kernels=14):
+        events = []
+        for run in range(7):
+            start = 1e6 * run
+            events += [(start, 10e3), (start + 10e3 + gap * 1e3, 4e3)]
+        events = [types.SimpleNamespace(start_ns=start, duration_ns=ns) for start, ns in events[:kernels]]
+        line = types.SimpleNamespace(name="Stream #1(Kernel)", events=events[::-1])
+        other = types.SimpleNamespace(name="XLA Ops", events=events[:3])
+        self.planes = [types.SimpleNamespace(name="/device:GPU:0", lines=[line, other]),
+                       types.SimpleNamespace(name="/host:CPU", lines=[line])]
+
+
+@pytest.mark.parametrize("gap, span", [(2, 16), (-1, 13)], ids=["apart", "overlapping"])
+def test_time_is_that_of_one_call(monkeypatch, gap, span):
+    monkeypatch.setattr(measure.ProfileData, "from_file", lambda path: Trace(gap))
     seen = []
 
     def function(x):
@@ -54,8 +71,16 @@ def test_time_is_that_of_one_call(monkeypatch):
         return x + 1
 
     sets = [(jnp.full(3, i),) for i in range(4)]
-    assert measure.jit_us(function, sets) == pytest.approx(3e6 / 4)  # a call of the program is 4 calls
-    assert len(seen) == 4 and all(isinstance(x, jax.core.Tracer) for x in seen)
+    assert measure.profiled(function, sets) == pytest.approx((span / 4, 14 / 4))  # a program is 4 calls
+    assert measure.jit_us(function, sets) == pytest.approx(span / 4)
+    assert len(seen) == 8 and all(isinstance(x, jax.core.Tracer) for x in seen)
+
+
+@pytest.mark.parametrize("kernels", [0, 13])
+def test_a_profile_without_all_kernels_is_an_error(monkeypatch, kernels):
+    monkeypatch.setattr(measure.ProfileData, "from_file", lambda path: Trace(0, kernels))
+    with pytest.raises(RuntimeError, match=f"{kernels} kernels in 7 runs"):
+        measure.profiled(jnp.negative, [(jnp.ones(3),)])
 
 
 def test_copies_count_what_is_read_and_written(monkeypatch):
