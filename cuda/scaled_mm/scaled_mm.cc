@@ -89,9 +89,10 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
 bool suits(Instance const& i, ScaledMm const& p) {
   if (i.schedule == Schedule::kSkinny) return true;
   if (i.schedule == Schedule::kBasic) return p.m <= i.tile_n;
-  if (i.swap) return p.m <= 256;
-  if (p.m <= i.tile_m * (i.cluster_m - 1) || 2 * p.m <= i.tile_m) return false;  // blocks, or most of them, would be empty
-  return p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96);
+  int const rows = i.swap ? i.tile_n : i.tile_m, cluster = i.swap ? i.cluster_n : i.cluster_m;
+  if (p.m <= rows * (cluster - 1)) return false;  // blocks would be empty
+  if (i.swap) return p.m <= 8 * rows;
+  return 2 * p.m > rows && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
 }
 
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
@@ -102,7 +103,10 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   int64_t const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
   int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
                            ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
-  int const at_once = sm_count * i.blocks_per_sm / (i.cluster_m * i.cluster_n);
+  int const cluster = i.cluster_m * i.cluster_n;
+  // The SMs of a cluster are of one GPC, which often has some that make no whole cluster of four.
+  int const sms = cluster > 2 ? sm_count * 10 / 11 : sm_count;
+  int const at_once = sms * i.blocks_per_sm / cluster;
   int const tile_rows = i.swap ? i.tile_n : i.tile_m;
   int const missing = i.schedule == Schedule::kSkinny ? 0 : ceil_div(p.m, tile_rows) * tile_rows - p.m;
   double const waves = ceil_div(clusters, at_once);
