@@ -2,46 +2,27 @@
 
     python benchmarks/programs.py --out programs.csv
 
-Every call has operands of its own, which together exceed the L2 cache several times. Times are of
-JAX's profiler, and of the clock where it says so.
+Every call has operands of its own, which together exceed the L2 cache several times. Times are of JAX's profiler; those
+of chains count also what lies between one run of the program and the next, of 20 in a row.
 """
 
 import argparse
 import csv
-import math
 import statistics
-import time
 
-import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
 import jax_qmm
 from jax_qmm.bench import measure, shapes
-from jax_qmm.tuning import Product
+
+RUNS = 20
 
 
 def quantized(x, w, scale_w):
     """The product of a float activation with a quantized weight."""
     a = jax_qmm.quantize(x, w.dtype)
     return jax_qmm.scaled_mm(a.qvalue, w, a.scale, scale_w)
-
-
-def wall_us(function, sets):
-    """Microseconds of a call by the clock, of those for all `sets` in one jitted program, called many times in a row."""
-    program = jax.jit(lambda sets: [function(*arguments) for arguments in sets]).lower(sets).compile()
-
-    def seconds(calls):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = program(sets)
-        jax.block_until_ready(out)
-        return (time.perf_counter() - start) / calls
-
-    seconds(2)
-    # Enough calls in a row that the first one's way to the GPU and the last one's back do not count.
-    calls = min(50, math.ceil(0.02 / seconds(1)))
-    return statistics.median(seconds(calls) for _ in range(7)) / len(sets) * 1e6
 
 
 def rows_of(product):
@@ -51,10 +32,9 @@ def rows_of(product):
         bf16 = measure.jit_us(measure.xla_bf16, measure.chain(product, measure.operands(product, "bfloat16")))
         floats = [(a.astype(jnp.bfloat16), b, scale_b) for a, b, _, scale_b in few]
         yield "quantize + scaled_mm, over XLA's bf16", measure.jit_us(quantized, measure.chain(product, floats)), bf16
-    many = (few * 32)[:32]
-    span, busy = measure.profiled(jax_qmm.scaled_mm, many)
-    yield "chain of 32, over its kernels", span, busy
-    yield "chain of 32 by the clock, over its kernels", wall_us(jax_qmm.scaled_mm, many), busy
+    kernels = measure.kernels_of(jax_qmm.scaled_mm, (few * 32)[:32], RUNS)
+    wall, busy = kernels[-1][1] - kernels[0][0], sum(end - start for start, end in kernels)
+    yield "chain of 32, over its kernels", *(ns / 32 / RUNS / 1e3 for ns in (wall, busy))
     if product.dtype == "int8":
         adj, azp = jnp.ones(product.n, jnp.int32), jnp.ones(product.m, jnp.int32)
         _, plain = measure.profiled(jax_qmm.scaled_mm, few)

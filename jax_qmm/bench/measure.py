@@ -60,14 +60,12 @@ def count_sets(nbytes: int, most: int) -> int:
     return min(most, max(2, math.ceil(400e6 / nbytes)))
 
 
-def profiled(function: Callable, sets: Sequence[tuple]) -> tuple[float, float]:
-    """Microseconds of a call of `function`, of those for all `sets` of arguments in one jitted program.
+def kernels_of(function: Callable, sets: Sequence[tuple], runs: int) -> list[tuple[float, float]]:
+    """When the kernels of `runs` calls of one jitted program, of `function` of all `sets`, start and end, in ns.
 
-    From the start of the program's first kernel to the end of its last, and the sum of its kernels, both by JAX's
-    profiler: what the host needs to start a program is not in it. Medians of 7 runs.
+    By JAX's profiler, in the order of their starts; as many for each call.
     """
     program = jax.jit(lambda sets: [function(*arguments) for arguments in sets]).lower(sets).compile()
-    runs = 7
 
     def run():
         for _ in range(runs):
@@ -79,15 +77,26 @@ def profiled(function: Callable, sets: Sequence[tuple]) -> tuple[float, float]:
         with jax.profiler.trace(folder):
             run()
         [trace] = Path(folder).rglob("*.xplane.pb")
-        events = sorted((event.start_ns, event.start_ns + event.duration_ns)
-                        for plane in ProfileData.from_file(str(trace)).planes if plane.name.startswith("/device:GPU")
-                        for line in plane.lines if line.name.startswith("Stream") for event in line.events)
-    count, rest = divmod(len(events), runs)
-    if rest or not count:
-        raise RuntimeError(f"JAX's profiler saw {len(events)} kernels in {runs} runs of a program")
-    programs = [events[i:i + count] for i in range(0, len(events), count)]
-    span = statistics.median(max(end for _, end in kernels) - kernels[0][0] for kernels in programs)
-    busy = statistics.median(sum(end - start for start, end in kernels) for kernels in programs)
+        kernels = sorted((event.start_ns, event.start_ns + event.duration_ns)
+                         for plane in ProfileData.from_file(str(trace)).planes if plane.name.startswith("/device:GPU")
+                         for line in plane.lines if line.name.startswith("Stream") for event in line.events)
+    if not kernels or len(kernels) % runs:
+        raise RuntimeError(f"JAX's profiler saw {len(kernels)} kernels in {runs} runs of a program")
+    return kernels
+
+
+def profiled(function: Callable, sets: Sequence[tuple]) -> tuple[float, float]:
+    """Microseconds of a call of `function`, of those for all `sets` of arguments in one jitted program.
+
+    From the start of the program's first kernel to the end of its last, without what the host needs to start a
+    program, and the sum of its kernels: medians of 7 runs.
+    """
+    runs = 7
+    kernels = kernels_of(function, sets, runs)
+    count = len(kernels) // runs
+    programs = [kernels[i:i + count] for i in range(0, len(kernels), count)]
+    span = statistics.median(max(end for _, end in program) - program[0][0] for program in programs)
+    busy = statistics.median(sum(end - start for start, end in program) for program in programs)
     return span / len(sets) / 1e3, busy / len(sets) / 1e3
 
 
