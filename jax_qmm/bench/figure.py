@@ -11,7 +11,7 @@ from jax_qmm.bench.report import KINDS, LABELS, Row
 COLORS = {"int8": "C0", "fp8": "C1", "bf16": "0.5"}
 # Dash, marker and width by what is measured; the last is drawn on top. XLA's time is that in jit.
 STYLES = {"xla_bf16": (":", "^", 1.2), "cublas_bf16": ("--", "s", 1.2), "xla": (":", "^", 1.2),
-          "cublaslt": ("--", "s", 1.2), "ours": ("-", "o", 2)}
+          "cublaslt_tensorwise": ("-.", "s", 1.2), "cublaslt": ("--", "s", 1.2), "ours": ("-", "o", 2)}
 
 
 def draw(rows: Sequence[Row], title: str) -> Figure:

@@ -16,6 +16,7 @@ from jax_qmm.tuning import Product
 LABELS = {
     "ours": ("jax_qmm", None),
     "cublaslt": ("cuBLASLt", "ours"),
+    "cublaslt_tensorwise": ("cuBLASLt tensorwise", "ours"),
     "cublas_bf16": ("bf16 cuBLAS", "ours"),
     "jit": ("jax_qmm in jit", None),
     "xla": ("XLA in jit", "jit"),

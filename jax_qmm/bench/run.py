@@ -18,7 +18,8 @@ The peak is that of dense 8-bit products by the datasheets of H100 SXM and H200.
 us: median of CUDA graph replays, as of cuBLASLt; in jit: by JAX's profiler, in one program of many such calls.
 (1.20x): takes 1.20 times as long as jax_qmm measured in the same way.
 The calls have operands of their own, which together exceed the L2 cache several times.
-cuBLASLt is PyTorch's: fp8 with the same scales; int8 for M > 16 alone, to int32 and without scales."""
+cuBLASLt is PyTorch's: fp8 with the same scales, and tensorwise with one for each operand; int8 for M > 16 alone, to
+int32 and without scales."""
 
 
 def choose_peers(asked: Sequence[str] | None, count: int) -> tuple[list[str], list[str]]:

@@ -30,8 +30,8 @@ def log(monkeypatch):
     graph = types.SimpleNamespace(replay=lambda: log.append("replay"), reset=lambda: log.append("reset"))
 
     @contextlib.contextmanager
-    def capture(captured):
-        assert captured is graph
+    def capture(captured, capture_error_mode):
+        assert captured is graph and capture_error_mode == "thread_local"  # XLA has threads of its own
         log.append("capture")
         yield
         log.append("captured")
@@ -46,7 +46,7 @@ def log(monkeypatch):
 @pytest.mark.parametrize(("dtype", "m", "names"), [
     ("int8", 16, ["cublas_bf16"]),  # PyTorch refuses so few rows
     ("int8", 17, ["cublas_bf16", "cublaslt"]),
-    ("float8_e4m3fn", 1, ["cublas_bf16", "cublaslt"]),
+    ("float8_e4m3fn", 1, ["cublas_bf16", "cublaslt", "cublaslt_tensorwise"]),
 ])
 def test_what_is_measured(log, dtype, m, names):
     assert list(cublaslt.calls(Product(m, 64, 32, 1, dtype, "bfloat16", False))) == names

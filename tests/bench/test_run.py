@@ -15,7 +15,7 @@ from jax_qmm.tuning import Product
 
 ARGUMENTS = ["bench", "--shapes", "64,32", "32,64", "--m", "1,32"]
 # Microseconds of the peers; ours are 13, those of the stand-in's default.
-US = {"cublaslt": 26.0, "cublas_bf16": 39.0, "jit": 20.0, "xla": 15.0, "xla_bf16": 40.0}
+US = {"cublaslt": 26.0, "cublaslt_tensorwise": 19.5, "cublas_bf16": 39.0, "jit": 20.0, "xla": 15.0, "xla_bf16": 40.0}
 
 
 @pytest.fixture
@@ -29,7 +29,8 @@ def bench(kernels, monkeypatch):
     monkeypatch.setattr(cublaslt, "missing", lambda: "")
     monkeypatch.setattr(cublaslt, "version", lambda: "2.11")
     monkeypatch.setattr(cublaslt, "calls", lambda product: times(
-        "cublas_bf16", *["cublaslt"] * (product.m > 16 or product.dtype != "int8")))
+        "cublas_bf16", *["cublaslt"] * (product.m > 16 or product.dtype != "int8"),
+        *["cublaslt_tensorwise"] * (product.dtype != "int8")))
     return lambda *more: command_line.main([*ARGUMENTS, *more])
 
 
@@ -69,9 +70,10 @@ def test_csv(bench, tmp_path):
     assert rows[0] == {
         "dtype": "int8", "out_dtype": "bfloat16", "m": "1", "n": "64", "k": "32",
         "kernel": "sm90 wide (by the cost model)", "copy_tb_per_s": "0.004", "roofline_us": "0.552",
-        "ours_us": "13.000", "cublaslt_us": "", "cublas_bf16_us": "39.000", "jit_us": "20.000",
-        "xla_us": "15.000", "xla_bf16_us": "40.000"}
+        "ours_us": "13.000", "cublaslt_us": "", "cublaslt_tensorwise_us": "", "cublas_bf16_us": "39.000",
+        "jit_us": "20.000", "xla_us": "15.000", "xla_bf16_us": "40.000"}
     assert [row["cublaslt_us"] for row in rows] == ["", "26.000", "26.000", "26.000"] * 2
+    assert [row["cublaslt_tensorwise_us"] for row in rows] == ["", "", "19.500", "19.500"] * 2
 
 
 def test_ours_is_the_kernel_that_would_run(bench, kernels):
@@ -84,7 +86,7 @@ def test_ours_is_the_kernel_that_would_run(bench, kernels):
 
 
 @pytest.mark.parametrize(("peers", "columns"), [
-    ("xla", {"ours", "jit", "xla", "xla_bf16"}), ("cublaslt", {"ours", "cublaslt", "cublas_bf16"}),
+    ("xla", {"ours", "jit", "xla", "xla_bf16"}), ("cublaslt", {"ours", "cublaslt", "cublaslt_tensorwise", "cublas_bf16"}),
     ("xla,cublaslt", set(report.LABELS)), ("none", {"ours"})])
 def test_peers_are_chosen(bench, tmp_path, peers, columns):
     file = tmp_path / "figures.csv"
@@ -169,8 +171,8 @@ def test_the_figure_is_readable(count):
     assert [axes.get_title() for axes in panels] == [f"N {1024 * (i + 1)}, K 28672" for i in range(count)]
     (legend,) = drawing.legends
     assert sorted(text.get_text() for text in legend.get_texts()) == sorted([
-        "jax_qmm, int8", "jax_qmm, fp8", "cuBLASLt, int8", "cuBLASLt, fp8", "XLA in jit, int8",
-        "XLA in jit, fp8", "bf16 cuBLAS", "bf16 XLA in jit"])
+        "jax_qmm, int8", "jax_qmm, fp8", "cuBLASLt, int8", "cuBLASLt, fp8", "cuBLASLt tensorwise, int8",
+        "cuBLASLt tensorwise, fp8", "XLA in jit, int8", "XLA in jit, fp8", "bf16 cuBLAS", "bf16 XLA in jit"])
     width, height = canvas.get_width_height()
     boxes = [text.get_window_extent() for text in drawing.findobj(Text)
              if text.get_text() and text.get_visible() and (text.axes is None or not hides(text))]
