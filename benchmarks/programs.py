@@ -8,7 +8,7 @@ of chains count also what lies between one run of the program and the next, of 2
 
 import argparse
 import csv
-import statistics
+from statistics import geometric_mean
 
 import jax.numpy as jnp
 from tqdm import tqdm
@@ -32,9 +32,8 @@ def rows_of(product):
         bf16 = measure.jit_us(measure.xla_bf16, measure.chain(product, measure.operands(product, "bfloat16")))
         floats = [(a.astype(jnp.bfloat16), b, scale_b) for a, b, _, scale_b in few]
         yield "quantize + scaled_mm, over XLA's bf16", measure.jit_us(quantized, measure.chain(product, floats)), bf16
-    kernels = measure.kernels_of(jax_qmm.scaled_mm, (few * 32)[:32], RUNS)
-    wall, busy = kernels[-1][1] - kernels[0][0], sum(end - start for start, end in kernels)
-    yield "chain of 32, over its kernels", *(ns / 32 / RUNS / 1e3 for ns in (wall, busy))
+    span, busy = measure.span_and_busy(measure.kernels_of(jax_qmm.scaled_mm, (few * 32)[:32], RUNS))
+    yield "chain of 32, over its kernels", span / 32 / RUNS / 1e3, busy / 32 / RUNS / 1e3
     if product.dtype == "int8":
         adj, azp = jnp.ones(product.n, jnp.int32), jnp.ones(product.m, jnp.int32)
         _, plain = measure.profiled(jax_qmm.scaled_mm, few)
@@ -57,7 +56,7 @@ def main():
             rows.append((name, product.dtype, *product[:3], round(us, 2), round(other, 2), round(us / other, 3)))
     for name in dict.fromkeys(row[0] for row in rows):
         ratios = [row[-1] for row in rows if row[0] == name]
-        print(f"{name}: {statistics.geometric_mean(ratios):.3f} times as long (geometric mean), {min(ratios)} to {max(ratios)}")
+        print(f"{name}: {geometric_mean(ratios):.3f} times as long (geometric mean), {min(ratios)} to {max(ratios)}")
     if args.out:
         with open(args.out, "w", newline="") as file:
             writer = csv.writer(file)

@@ -38,6 +38,10 @@ struct Instance {
   int blocks_per_sm, warps;
   cudaError_t (*prepare)();
   cudaError_t (*launch)(ScaledMm const&, int swizzle, int sm_count, cudaStream_t);
+
+  // How many rows of a a tile has, and how many tiles a cluster along them.
+  int rows_of_a() const { return swap ? tile_n : tile_m; }
+  int tiles_of_a() const { return swap ? cluster_n : cluster_m; }
 };
 
 #define COST(...) Cost{__VA_ARGS__}
@@ -89,17 +93,15 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
 bool suits(Instance const& i, ScaledMm const& p) {
   if (i.schedule == Schedule::kSkinny) return true;
   if (i.schedule == Schedule::kBasic) return p.m <= i.tile_n;
-  int const rows = i.swap ? i.tile_n : i.tile_m, cluster = i.swap ? i.cluster_n : i.cluster_m;
-  if (p.m <= rows * (cluster - 1)) return false;  // blocks would be empty
-  if (i.swap) return p.m <= 8 * rows;
-  return 2 * p.m > rows && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
+  if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would be empty
+  if (i.swap) return p.m <= 8 * i.tile_n;
+  return 2 * p.m > i.tile_m && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
 }
 
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
 double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   double constexpr kMissingByte = 14e-6;  // of a tile's rows of a, which TMA fills with zeros
-  int const rows_of_a = i.swap ? i.tile_n * i.cluster_n : i.tile_m * i.cluster_m;
-  ScaledMm const p = sm90::overlap_tiles(problem, rows_of_a);
+  ScaledMm const p = sm90::overlap_tiles(problem, i.rows_of_a() * i.tiles_of_a());
   int64_t const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
   int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
                            ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
@@ -107,8 +109,7 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   // The SMs of a cluster are of one GPC, which often has some that make no whole cluster of four.
   int const sms = cluster > 2 ? sm_count * 10 / 11 : sm_count;
   int const at_once = sms * i.blocks_per_sm / cluster;
-  int const tile_rows = i.swap ? i.tile_n : i.tile_m;
-  int const missing = i.schedule == Schedule::kSkinny ? 0 : ceil_div(p.m, tile_rows) * tile_rows - p.m;
+  int const missing = i.schedule == Schedule::kSkinny ? 0 : ceil_div(p.m, i.rows_of_a()) * i.rows_of_a() - p.m;
   double const waves = ceil_div(clusters, at_once);
   double const k_tile = i.cost.k_tile + kMissingByte * missing * i.tile_k / waves;  // one wave has the last rows
   double const computing = waves * (ceil_div(p.k, i.tile_k) * k_tile + i.cost.tile);

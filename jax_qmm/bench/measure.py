@@ -85,6 +85,15 @@ def kernels_of(function: Callable, sets: Sequence[tuple], runs: int) -> list[tup
     return kernels
 
 
+def span_and_busy(kernels: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """From the start of the first of `kernels` to the end of the last, and the sum of their times.
+
+    >>> span_and_busy([(0.0, 5.0), (4.0, 10.0), (12.0, 15.0)])
+    (15.0, 14.0)
+    """
+    return max(end for _, end in kernels) - kernels[0][0], sum(end - start for start, end in kernels)
+
+
 def profiled(function: Callable, sets: Sequence[tuple]) -> tuple[float, float]:
     """Microseconds of a call of `function`, of those for all `sets` of arguments in one jitted program.
 
@@ -94,9 +103,8 @@ def profiled(function: Callable, sets: Sequence[tuple]) -> tuple[float, float]:
     runs = 7
     kernels = kernels_of(function, sets, runs)
     count = len(kernels) // runs
-    programs = [kernels[i:i + count] for i in range(0, len(kernels), count)]
-    span = statistics.median(max(end for _, end in program) - program[0][0] for program in programs)
-    busy = statistics.median(sum(end - start for start, end in program) for program in programs)
+    programs = [span_and_busy(kernels[i:i + count]) for i in range(0, len(kernels), count)]
+    span, busy = map(statistics.median, zip(*programs))
     return span / len(sets) / 1e3, busy / len(sets) / 1e3
 
 
