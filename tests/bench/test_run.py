@@ -78,11 +78,28 @@ def test_csv(bench, tmp_path):
 
 def test_ours_is_the_kernel_that_would_run(bench, kernels):
     bench("--peers", "none", "--dtype", "int8")
-    assert [choices for _, choices, *_ in kernels.measured] == [[(2, 1)]] * 4
+    assert [choices for _, choices, *_ in kernels.measured] == [[(2, 1)]] * 4 * run.TURNS
     kernels.measured.clear()
     kernels.tune_scaled_mm(1, 64, 32, 1, "int8", "bfloat16", False, (0, 1))
     bench("--peers", "none", "--dtype", "int8")
-    assert [choices for _, choices, *_ in kernels.measured][:2] == [[(0, 1)], [(2, 1)]]
+    assert [choices for _, choices, *_ in kernels.measured][::run.TURNS] == [[(0, 1)]] + [[(2, 1)]] * 3
+
+
+def test_kernels_take_turns_and_the_median_counts(bench, kernels, monkeypatch, tmp_path):
+    asked = []
+
+    def timed(name, times):
+        times = iter(times)
+        return lambda *_: asked.append(name) or next(times)
+
+    ours = timed("ours", [[13.0], [99.0], [14.0]])
+    monkeypatch.setattr(kernels, "measure_scaled_mm", ours)
+    monkeypatch.setattr(cublaslt, "calls", lambda product: {"cublaslt": timed("cublaslt", [30.0, 28.0, 27.0])})
+    monkeypatch.setattr(measure, "in_jit", lambda product: {"jit": timed("jit", [20.0])})
+    bench("--shapes", "64,32", "--m", "1", "--dtype", "int8", "--csv", str(tmp_path / "a.csv"))
+    assert asked == ["ours", "cublaslt", "cublaslt", "ours", "ours", "cublaslt", "jit"]
+    (row,) = csv.DictReader((tmp_path / "a.csv").open())
+    assert row["ours_us"] == "14.000" and row["cublaslt_us"] == "28.000"
 
 
 @pytest.mark.parametrize(("peers", "columns"), [
@@ -116,7 +133,7 @@ def interrupt():
 
 
 def test_an_interrupt_reports_what_there_is(bench, kernels, tmp_path, capsys):
-    kernels.interrupt_after = 3
+    kernels.interrupt_after = 2 * run.TURNS + 1
     assert bench("--csv", str(tmp_path / "a.csv"), "--png", str(tmp_path / "a.png")) == 130
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 3
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
