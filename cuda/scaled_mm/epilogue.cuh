@@ -32,18 +32,25 @@ struct VectorArg {
   // So that the epilogue doesn't wait for memory at a kernel's end.
   __device__ void prefetch() const { prefetch_l2(data, (bytes + kLine - 1) / kLine, 1, kLine); }
 
-  __device__ T load(int l, int i) const {
-    if (data == nullptr) return absent;
-    int64_t offset = l * batch_stride + i * stride;
+  // Calls `use` with a pointer to what the data are, unless they are absent.
+  template <class Use>
+  __device__ void with_data(Use use) const {
+    if (data == nullptr) return;
     if constexpr (sizeof(T) == 4 && T(0.5f) == T(0)) {
-      return static_cast<T const*>(data)[offset];
+      use(static_cast<T const*>(data));
     } else {
       switch (dtype) {
-        case DType::kBF16: return __bfloat162float(static_cast<__nv_bfloat16 const*>(data)[offset]);
-        case DType::kF16: return __half2float(static_cast<__half const*>(data)[offset]);
-        default: return static_cast<float const*>(data)[offset];
+        case DType::kBF16: return use(static_cast<__nv_bfloat16 const*>(data));
+        case DType::kF16: return use(static_cast<__half const*>(data));
+        default: return use(static_cast<float const*>(data));
       }
     }
+  }
+
+  __device__ T load(int l, int i) const {
+    T value = absent;
+    with_data([&](auto const* values) { value = T(values[l * batch_stride + i * stride]); });
+    return value;
   }
 };
 

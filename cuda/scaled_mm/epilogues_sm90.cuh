@@ -1,15 +1,11 @@
-// The epilogue of every sm_90 kernel, as one visitor tree: leaves that broadcast the scales, zero points and bias, and a
-// root that combines them with the accumulator. Which vectors are present, their dtypes, and the dtype within the
-// output's width are kernel arguments, so that one kernel serves them all.
+// The epilogue of CUTLASS' kernels. It has a tile's part of the scales, zero points and bias in shared memory: there a warp
+// of its own may bring them while the tile is multiplied, so that its end does not wait for memory. Which vectors are
+// present, their dtypes, and the dtype within the output's width are kernel arguments, so that one kernel serves them all.
 #pragma once
 
 #include <algorithm>
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
-#include "cutlass/epilogue/fusion/sm90_visitor_load_tma_warpspecialized.hpp"
 
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/scaled_mm.h"
@@ -18,161 +14,6 @@ namespace jax_qmm::sm90 {
 
 using namespace cute;
 namespace fusion = cutlass::epilogue::fusion;
-
-// What nodes without workspace and without TMA loads have in common.
-struct Node {
-  struct SharedStorage {};
-  template <class ProblemShape, class Arguments>
-  static constexpr Arguments to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) { return args; }
-  template <class ProblemShape, class Arguments>
-  static bool can_implement(ProblemShape const&, Arguments const&) { return true; }
-  template <class ProblemShape, class Arguments>
-  static size_t get_workspace_size(ProblemShape const&, Arguments const&) { return 0; }
-  template <class ProblemShape, class Arguments>
-  static cutlass::Status initialize_workspace(ProblemShape const&, Arguments const&, void*, cudaStream_t,
-                                              cutlass::CudaHostAdapter* = nullptr) {
-    return cutlass::Status::kSuccess;
-  }
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
-  CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
-  template <class... Args>
-  CUTLASS_DEVICE auto get_producer_load_callbacks(fusion::ProducerLoadArgs<Args...> const&) {
-    return fusion::EmptyProducerLoadCallbacks{};
-  }
-};
-
-// The nodes are made at a kernel's start; CUTLASS has their constructors compile for the host, too.
-template <class Arg>
-CUTLASS_HOST_DEVICE void prefetch(Arg const& arg) {
-#ifdef __CUDA_ARCH__
-  arg.prefetch();
-#endif
-}
-
-// A vector along the tile's columns: every thread needs most of it, so it goes through shared memory.
-template <class T, class CtaTile>
-struct RowVector : Node {
-  using Arguments = VectorArg<T>;
-  using Params = Arguments;
-  struct SharedStorage {
-    array_aligned<T, size<1>(CtaTile{})> values;
-  };
-
-  Params params;
-  T* smem;
-
-  CUTLASS_HOST_DEVICE RowVector() {}
-  CUTLASS_HOST_DEVICE RowVector(Params const& params, SharedStorage const& storage)
-      : params(params), smem(const_cast<T*>(storage.values.data())) {
-    prefetch(params);
-  }
-
-  template <class SmemTensor, class RegTensor>
-  struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
-    CUTLASS_DEVICE Callbacks(SmemTensor tSR_s, RegTensor tSR_r, Params const& params, T* smem, int l, int n_begin,
-                             int n_end, int thread, int threads)
-        : tSR_s(tSR_s), tSR_r(tSR_r), params(params), smem(smem), l(l), n_begin(n_begin), n_end(n_end), thread(thread),
-          threads(threads) {}
-
-    SmemTensor tSR_s;  // (CPY, CPY_M, CPY_N, EPI_M, EPI_N)
-    RegTensor tSR_r;   // (CPY, CPY_M, CPY_N)
-    Params const& params;
-    T* smem;
-    int l, n_begin, n_end, thread, threads;
-
-    CUTLASS_DEVICE void begin() {
-      for (int i = thread; i < size<1>(CtaTile{}); i += threads) {
-        smem[i] = n_begin + i < n_end ? params.load(l, n_begin + i) : T(0);
-      }
-    }
-    CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
-
-    CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
-      if (epi_m == 0) {  // subtiles are visited along M first
-        copy_aligned(filter_zeros(tSR_s(_, _, _, epi_m, epi_n)), filter(tSR_r));
-      }
-    }
-
-    template <class Accumulator, int N>
-    CUTLASS_DEVICE cutlass::Array<T, N> visit(cutlass::Array<Accumulator, N> const&, int epi_v, int, int) {
-      cutlass::Array<T, N> values;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < N; ++i) {
-        values[i] = tSR_r(epi_v * N + i);
-      }
-      return values;
-    }
-  };
-
-  template <bool ReferenceSrc, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::ConsumerStoreArgs<Args...> const& args) {
-    auto [m, n, k, l] = args.tile_coord_mnkl;
-    Tensor s = make_tensor(make_smem_ptr(smem), take<0, 2>(CtaTile{}), make_stride(_0{}, _1{}));
-    Tensor tSR_s = fusion::sm90_partition_for_epilogue<ReferenceSrc>(s, args.epi_tile, args.tiled_copy, args.thread_idx);
-    Tensor tSR_r = make_tensor_like<T>(take<0, 3>(tSR_s));
-    return Callbacks<decltype(tSR_s), decltype(tSR_r)>(
-        tSR_s, tSR_r, params, smem, int(l), int(n) * size<1>(CtaTile{}), int(get<1>(args.problem_shape_mnkl)),
-        args.thread_idx, int(size(args.tiled_copy)));
-  }
-};
-
-// A vector along the tile's rows: a thread holds few rows, so it loads their values straight into registers.
-template <class T>
-struct ColVector : Node {
-  using Arguments = VectorArg<T>;
-  using Params = Arguments;
-
-  Params params;
-
-  CUTLASS_HOST_DEVICE ColVector() {}
-  CUTLASS_HOST_DEVICE ColVector(Params const& params, SharedStorage const&) : params(params) { prefetch(params); }
-
-  template <class RegTensor, class CoordTensor, class Residue>
-  struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
-    CUTLASS_DEVICE Callbacks(RegTensor tC_r, CoordTensor tC_c, Residue residue, Params const& params, int l, int m_end)
-        : tC_r(tC_r), tC_c(tC_c), residue(residue), params(params), l(l), m_end(m_end) {}
-
-    RegTensor tC_r;    // (CPY, CPY_M, CPY_N, EPI_M, EPI_N)
-    CoordTensor tC_c;  // the same shape, coordinates relative to the thread's first
-    Residue residue;   // the matrix' end, likewise relative
-    Params const& params;
-    int l, m_end;
-
-    CUTLASS_DEVICE void begin() {
-      Tensor values = filter(tC_r);
-      Tensor coords = filter_zeros(tC_c, tC_r.stride());
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < size(values); ++i) {
-        int m = get<0>(coords(i));
-        values(i) = m < get<0>(residue) ? params.load(l, m_end - int(get<0>(residue)) + m) : T(0);
-      }
-    }
-
-    template <class Accumulator, int N>
-    CUTLASS_DEVICE cutlass::Array<T, N> visit(cutlass::Array<Accumulator, N> const&, int epi_v, int epi_m, int epi_n) {
-      cutlass::Array<T, N> values;
-      Tensor tile = tC_r(_, _, _, epi_m, epi_n);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < N; ++i) {
-        values[i] = tile(epi_v * N + i);
-      }
-      return values;
-    }
-  };
-
-  template <bool ReferenceSrc, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::ConsumerStoreArgs<Args...> const& args) {
-    auto [M, N, K, L] = args.problem_shape_mnkl;
-    auto [m, n, k, l] = args.tile_coord_mnkl;
-    Tensor column = make_tensor(make_gmem_ptr(static_cast<T const*>(nullptr)),
-                                make_layout(make_shape(M, N, L), make_stride(_1{}, _0{}, _0{})));
-    Tensor tC_g = fusion::sm90_partition_for_epilogue<ReferenceSrc>(
-        column, args.tile_shape_mnk, args.tile_coord_mnkl, args.epi_tile, args.tiled_copy, args.thread_idx);
-    Tensor tC_r = make_tensor_like<T>(tC_g);
-    return Callbacks<decltype(tC_r), decltype(args.tCcD), decltype(args.residue_tCcD)>(
-        tC_r, args.tCcD, args.residue_tCcD, params, int(l), int(M));
-  }
-};
 
 // What the first tiles read of b first, brought into L2 while the kernel before this one ends: of all that CUTLASS' kernels
 // do before they wait for it, making the nodes is what is open to us.
@@ -191,79 +32,227 @@ inline Weights weights(ScaledMm const& p, int sm_count) {
   return {p.b, unsigned(rows), unsigned(std::min(kBytes / rows, p.k) / kLine), p.k};
 }
 
-// The root: accumulator and vectors in, bit patterns of the output's width out.
-template <class Bits>
-struct Combine : Node {
+
+// `Ahead`: the vectors are brought by the warp that CUTLASS has for loads of an epilogue. It pays where a tile's end is short;
+// each subtile costs a barrier, and shared memory holds the vectors of two tiles.
+template <DType In, class Bits, bool Swap, bool Ahead, class CtaTile>
+struct Epilogue {
+  static constexpr bool kInt8 = In == DType::kS8;
+  static constexpr int kSlots = Ahead ? 2 : 1;
+  // The kernel's rows are M of the product, or N when the operands are swapped.
+  static constexpr int kM = size<Swap ? 1 : 0>(CtaTile{}), kN = size<Swap ? 0 : 1>(CtaTile{});
+
   struct Arguments {
+    VectorArg<float> scale_a, scale_b, bias;
+    VectorArg<int32_t> azp, azp_adj;
     OutputArg out;
     Weights weights;
   };
   using Params = Arguments;
 
+  struct alignas(16) Vectors {
+    float scale_a[kM], scale_b[kN], bias[kN];
+    int32_t azp[kInt8 ? kM : 4], azp_adj[kInt8 ? kN : 4];  // unused of fp8
+  };
+  struct SharedStorage {
+    Vectors slots[kSlots];
+  };
+
+  static Arguments arguments(ScaledMm const& p, int sm_count) {
+    return {scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias), azp_arg(p.azp), azp_adj_arg(p.azp_adj),
+            {p.out_dtype}, weights(p, sm_count)};
+  }
+
+  template <class ProblemShape>
+  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) { return args; }
+  template <class ProblemShape>
+  static bool can_implement(ProblemShape const&, Arguments const&) { return true; }
+  template <class ProblemShape>
+  static size_t get_workspace_size(ProblemShape const&, Arguments const&) { return 0; }
+  template <class ProblemShape>
+  static cutlass::Status initialize_workspace(ProblemShape const&, Arguments const&, void*, cudaStream_t,
+                                              cutlass::CudaHostAdapter* = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+
   Params params;
+  Vectors* slots;
 
-  CUTLASS_HOST_DEVICE Combine() {}
-  CUTLASS_HOST_DEVICE Combine(Params const& params, SharedStorage const&) : params(params) { prefetch(params.weights); }
+  // At a kernel's start, before it waits for the one before it; CUTLASS has this compile for the host, too.
+  CUTLASS_HOST_DEVICE Epilogue() {}
+  CUTLASS_HOST_DEVICE Epilogue(Params const& params, SharedStorage const& storage)
+      : params(params), slots(const_cast<Vectors*>(storage.slots)) {
+#ifdef __CUDA_ARCH__
+    params.scale_a.prefetch();
+    params.scale_b.prefetch();
+    params.bias.prefetch();
+    params.azp.prefetch();
+    params.azp_adj.prefetch();
+    params.weights.prefetch();
+#endif
+  }
 
-  struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return Ahead; }
+  CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
+
+  // Where a tile's vectors are, and what brings them.
+  struct Source {
     Params const& params;
-    CUTLASS_DEVICE Callbacks(Params const& params) : params(params) {}
+    int l, m, n, m_end, n_end;
 
-    template <int N>
-    CUTLASS_DEVICE cutlass::Array<Bits, N> visit(
-        cutlass::Array<float, N> const& acc, int, int, int, cutlass::Array<float, N> const& scale_a,
-        cutlass::Array<float, N> const& scale_b, cutlass::Array<float, N> const& bias) {
-      cutlass::Array<float, N> values;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < N; ++i) {
-        values[i] = combine(acc[i], scale_a[i], scale_b[i], bias[i]);
-      }
-      return params.out.template round<Bits, cutlass::Array<Bits, N>, N>(values, values);
+    template <class Args>
+    CUTLASS_DEVICE Source(Params const& params, Args const& args) : params(params) {
+      auto [rows, columns, k, batch] = args.problem_shape_mnkl;
+      auto [row, column, _, entry] = args.tile_coord_mnkl;
+      l = entry;
+      m = (Swap ? column : row) * kM, m_end = Swap ? columns : rows;
+      n = (Swap ? row : column) * kN, n_end = Swap ? rows : columns;
     }
 
+    // All loads are on their way before the first is stored.
+    template <int Threads, class T, int Size>
+    CUTLASS_DEVICE void bring(T (&to)[Size], VectorArg<T> const& from, int begin, int end, int thread) const {
+      constexpr int kEach = (Size + Threads - 1) / Threads;
+      T values[kEach];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kEach; ++i) values[i] = from.absent;
+      from.with_data([&](auto const* data) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kEach; ++i) {
+          int const at = begin + Threads * i + thread;
+          if (at < end) values[i] = T(data[l * from.batch_stride + at * from.stride]);
+        }
+      });
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        if (Threads * i + thread < Size) to[Threads * i + thread] = values[i];
+      }
+    }
+
+    template <int Threads>
+    CUTLASS_DEVICE void bring_all(Vectors& to, int thread) const {
+      bring<Threads>(to.scale_a, params.scale_a, m, m_end, thread);
+      bring<Threads>(to.scale_b, params.scale_b, n, n_end, thread);
+      bring<Threads>(to.bias, params.bias, n, n_end, thread);
+      if constexpr (kInt8) {
+        bring<Threads>(to.azp, params.azp, m, m_end, thread);
+        bring<Threads>(to.azp_adj, params.azp_adj, n, n_end, thread);
+      }
+    }
+  };
+
+  // Both sides count a kernel's subtiles, and every tile has as many. A slot's next tile but one comes when the pipeline,
+  // which has no more stages than a tile has subtiles, says that this one's are done.
+  template <class EpilogueTile>
+  CUTLASS_DEVICE static int slot(int subtile) {
+    return subtile / int(size(shape_div(take<0, 2>(CtaTile{}), EpilogueTile{}))) % kSlots;
+  }
+
+  template <class EpilogueTile>
+  struct Producer : fusion::EmptyProducerLoadCallbacks {
+    Source source;
+    Vectors* slots;
+    int lane;
+
+    CUTLASS_DEVICE Producer(Source const& source, Vectors* slots, int lane) : source(source), slots(slots), lane(lane) {}
+
+    CUTLASS_DEVICE void step(uint64_t*, int epi_m, int epi_n, int subtile, bool) const {
+      if (epi_m == 0 && epi_n == 0) source.template bring_all<32>(slots[slot<EpilogueTile>(subtile)], lane);
+    }
+  };
+
+  template <class... Args>
+  CUTLASS_DEVICE auto get_producer_load_callbacks(fusion::ProducerLoadArgs<Args...> const& args) {
+    return Producer<decltype(args.epi_tile)>(Source(params, args), slots, args.thread_idx);
+  }
+
+  // A thread's part of a vector, for the fragments of a subtile.
+  template <class T, bool AlongRows, class SmemTensor, class RegTensor>
+  struct Operand {
+    SmemTensor smem;   // (CPY, CPY_M, CPY_N, EPI_M, EPI_N, slot)
+    RegTensor values;  // (CPY, CPY_M, CPY_N)
+
+    CUTLASS_DEVICE void load(int epi_m, int epi_n, int slot) {
+      if (!AlongRows && epi_m > 0) return;  // subtiles are visited along M first
+      copy_aligned(filter_zeros(smem(_, _, _, epi_m, epi_n, slot)), filter(values));
+    }
     template <int N>
-    CUTLASS_DEVICE cutlass::Array<Bits, N> visit(
-        cutlass::Array<int32_t, N> const& acc, int, int, int, cutlass::Array<float, N> const& scale_a,
-        cutlass::Array<float, N> const& scale_b, cutlass::Array<float, N> const& bias,
-        cutlass::Array<int32_t, N> const& azp, cutlass::Array<int32_t, N> const& azp_adj) {
+    CUTLASS_DEVICE cutlass::Array<T, N> fragment(int epi_v) const {
+      cutlass::Array<T, N> some;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < N; ++i) some[i] = values(epi_v * N + i);
+      return some;
+    }
+  };
+
+  template <bool AlongM, bool ReferenceSrc, class T, class Args>
+  CUTLASS_DEVICE static auto operand(T* first_slot, Args const& args) {
+    constexpr bool kAlongRows = AlongM != Swap;
+    auto const shape = append(take<0, 2>(CtaTile{}), Int<kSlots>{});
+    Tensor vectors = make_tensor(make_smem_ptr(first_slot), shape,
+                                 make_stride(Int<kAlongRows>{}, Int<!kAlongRows>{}, Int<sizeof(Vectors) / sizeof(T)>{}));
+    Tensor smem = fusion::sm90_partition_for_epilogue<ReferenceSrc>(vectors, args.epi_tile, args.tiled_copy, args.thread_idx);
+    Tensor values = make_tensor_like<T>(take<0, 3>(smem));
+    return Operand<T, kAlongRows, decltype(smem), decltype(values)>{smem, values};
+  }
+
+  template <class EpilogueTile, int Threads, class ScaleA, class ScaleB, class Bias, class Azp, class AzpAdj>
+  struct Consumer : fusion::EmptyConsumerStoreCallbacks {
+    Source source;
+    Vectors* slots;
+    int thread;
+    ScaleA scale_a;
+    ScaleB scale_b;
+    Bias bias;
+    Azp azp;
+    AzpAdj azp_adj;
+
+    CUTLASS_DEVICE Consumer(Source const& source, Vectors* slots, int thread, ScaleA const& scale_a, ScaleB const& scale_b,
+                            Bias const& bias, Azp const& azp, AzpAdj const& azp_adj)
+        : source(source), slots(slots), thread(thread), scale_a(scale_a), scale_b(scale_b), bias(bias), azp(azp),
+          azp_adj(azp_adj) {}
+
+    CUTLASS_DEVICE void begin() {
+      if constexpr (!Ahead) source.template bring_all<Threads>(*slots, thread);
+    }
+    CUTLASS_DEVICE bool begin_sync_needed() const { return !Ahead; }
+
+    CUTLASS_DEVICE void previsit(int epi_m, int epi_n, int subtile, bool) {
+      int const at = slot<EpilogueTile>(subtile);
+      scale_a.load(epi_m, epi_n, at);
+      scale_b.load(epi_m, epi_n, at);
+      bias.load(epi_m, epi_n, at);
+      if constexpr (kInt8) {
+        azp.load(epi_m, epi_n, at);
+        azp_adj.load(epi_m, epi_n, at);
+      }
+    }
+
+    template <class Accumulator, int N>
+    CUTLASS_DEVICE cutlass::Array<Bits, N> visit(cutlass::Array<Accumulator, N> const& acc, int epi_v, int, int) {
+      auto const a = scale_a.template fragment<N>(epi_v), b = scale_b.template fragment<N>(epi_v);
+      auto const c = bias.template fragment<N>(epi_v);
+      cutlass::Array<int32_t, N> zero, adj;
+      if constexpr (kInt8) zero = azp.template fragment<N>(epi_v), adj = azp_adj.template fragment<N>(epi_v);
       cutlass::Array<float, N> values;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < N; ++i) {
-        values[i] = combine(subtract_zero_point(acc[i], azp[i], azp_adj[i]), scale_a[i], scale_b[i], bias[i]);
+        values[i] = combine(subtract_zero_point(acc[i], zero[i], adj[i]), a[i], b[i], c[i]);
       }
-      return params.out.template round<Bits, cutlass::Array<Bits, N>, N>(values, acc);
+      return source.params.out.template round<Bits, cutlass::Array<Bits, N>, N>(values, acc);
     }
   };
 
   template <bool ReferenceSrc, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::ConsumerStoreArgs<Args...> const&) {
-    return Callbacks(params);
-  }
-};
-
-// The kernel's rows are M of the product, or N when the operands are swapped.
-template <bool Swap, class T, class CtaTile>
-using AlongM = cute::conditional_t<Swap, RowVector<T, CtaTile>, ColVector<T>>;
-template <bool Swap, class T, class CtaTile>
-using AlongN = AlongM<!Swap, T, CtaTile>;
-
-template <DType In, class Bits, bool Swap, class CtaTile>
-struct Epilogue {
-  using Tree = fusion::Sm90TreeVisitor<Combine<Bits>, AlongM<Swap, float, CtaTile>, AlongN<Swap, float, CtaTile>,
-                                       AlongN<Swap, float, CtaTile>>;
-  static typename Tree::Arguments arguments(ScaledMm const& p, int sm_count) {
-    return {scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias), {{p.out_dtype}, weights(p, sm_count)}};
-  }
-};
-
-template <class Bits, bool Swap, class CtaTile>
-struct Epilogue<DType::kS8, Bits, Swap, CtaTile> {
-  using Tree = fusion::Sm90TreeVisitor<Combine<Bits>, AlongM<Swap, float, CtaTile>, AlongN<Swap, float, CtaTile>,
-                                       AlongN<Swap, float, CtaTile>, AlongM<Swap, int32_t, CtaTile>,
-                                       AlongN<Swap, int32_t, CtaTile>>;
-  static typename Tree::Arguments arguments(ScaledMm const& p, int sm_count) {
-    return {scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias), azp_arg(p.azp), azp_adj_arg(p.azp_adj),
-            {{p.out_dtype}, weights(p, sm_count)}};
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::ConsumerStoreArgs<Args...> const& args) {
+    auto scale_a = operand<true, ReferenceSrc>(slots->scale_a, args);
+    auto scale_b = operand<false, ReferenceSrc>(slots->scale_b, args);
+    auto bias = operand<false, ReferenceSrc>(slots->bias, args);
+    auto azp = operand<true, ReferenceSrc>(slots->azp, args);
+    auto azp_adj = operand<false, ReferenceSrc>(slots->azp_adj, args);
+    return Consumer<decltype(args.epi_tile), decltype(size(args.tiled_copy))::value, decltype(scale_a), decltype(scale_b),
+                    decltype(bias), decltype(azp), decltype(azp_adj)>(
+        Source(params, args), slots, args.thread_idx, scale_a, scale_b, bias, azp, azp_adj);
   }
 };
 

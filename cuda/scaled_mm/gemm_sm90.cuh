@@ -43,12 +43,12 @@ struct GemmTypes {
 
   using EpilogueTile = cute::conditional_t<TileN % 32 == 0, cutlass::epilogue::collective::EpilogueTileAuto,
                                            Shape<_64, _16>>;
-  using Fusion = Epilogue<In, Bits, Swap, Tile>;
+  using Fusion = Epilogue<In, Bits, Swap, kPingpong, Tile>;
   static constexpr int kHalfSharedMemory = 116 * 1024;
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       EpilogueTile, Accumulator, float, void, LayoutD, 16 / OutBytes, Bits, LayoutD,
-      16 / OutBytes, EpilogueSchedule, typename Fusion::Tree>::CollectiveOp;
+      16 / OutBytes, EpilogueSchedule, Fusion>::CollectiveOp;
   using CollectiveMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, 16, Element,
       cutlass::layout::ColumnMajor, 16, Accumulator, Tile, Cluster,

@@ -16,6 +16,7 @@
 #include "scaled_mm/gemm_sm90.h"
 #include "scaled_mm/generic.h"
 #include "scaled_mm/skinny_sm90.h"
+#include "scaled_mm/split_k_sm90.h"
 
 namespace jax_qmm {
 namespace {
@@ -35,7 +36,7 @@ struct Instance {
   int out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n;
   Schedule schedule;
   bool swap;
-  int blocks_per_sm, warps;
+  int blocks_per_sm, warps, split;
   cudaError_t (*prepare)();
   cudaError_t (*launch)(ScaledMm const&, int swizzle, int sm_count, cudaStream_t);
 
@@ -44,23 +45,32 @@ struct Instance {
   int tiles_of_a() const { return swap ? cluster_n : cluster_m; }
 };
 
+// Sums inside the tensor cores are full ones of int8 alone.
+template <DType In>
+constexpr Accum kTensorCoreAccum = In == DType::kS8 ? Accum::kFull : Accum::kFast;
+
 #define COST(...) Cost{__VA_ARGS__}
 #define GEMM(cost, in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)         \
   {cost, DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, swap, \
-   Schedule::schedule == Schedule::kBasic ? 2 : 1, 0,                                                      \
+   Schedule::schedule == Schedule::kBasic ? 2 : 1, 0, 1,                                                   \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,  \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::launch},
 #define SKINNY(cost, in, bytes, max_m, warps, steps, blocks_per_sm)                                              \
   {cost, DType::in, Accum::kFull, bytes, sm90::kSkinnyRows, max_m, sm90::kSkinnyStep * steps * warps, 1, 1,      \
-   Schedule::kSkinny, true, blocks_per_sm, warps,                                                                \
+   Schedule::kSkinny, true, blocks_per_sm, warps, 1,                                                             \
    JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::prepare,                                       \
    JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::launch},
+#define SPLIT_K(cost, in, bytes, rows, columns, split, blocks_per_sm)                                            \
+  {cost, DType::in, kTensorCoreAccum<DType::in>, bytes, rows, columns, sm90::kSplitTileK, 1, 1, Schedule::kSplitK, \
+   true, blocks_per_sm, 0, split, JAX_QMM_SPLIT_K(in, bytes, rows, columns, split, blocks_per_sm)::prepare,        \
+   JAX_QMM_SPLIT_K(in, bytes, rows, columns, split, blocks_per_sm)::launch},
 Instance const kInstances[] = {
 #include "scaled_mm/instances_sm90.def"
 };
 #undef COST
 #undef GEMM
 #undef SKINNY
+#undef SPLIT_K
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -75,10 +85,14 @@ bool tma_aligned(ScaledMm const& p) {
          (address(p.a) | address(p.b) | address(p.out)) % 16 == 0;
 }
 
+// Whether the kernel is for few rows of a, which one of its tiles holds all.
+bool is_for_few_rows(Instance const& i) { return i.schedule == Schedule::kSkinny || i.schedule == Schedule::kSplitK; }
+
 bool serves(Instance const& i, ScaledMm const& p) {
+  int constexpr kMostBatch = 65535;  // a grid's second dimension
   if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype)) return false;
-  if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= sm90::kSkinnyMostBatch;
-  return i.accum == accum_of(p);
+  if (is_for_few_rows(i) && (p.m > i.tile_n || p.batch > kMostBatch)) return false;
+  return i.schedule == Schedule::kSkinny || i.accum == accum_of(p);
 }
 
 // The grid is padded to whole squares of tiles, which costs more than the reuse gains unless it fits.
@@ -91,7 +105,7 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
 
 // Whether the instance's cost was measured on anything like the problem.
 bool suits(Instance const& i, ScaledMm const& p) {
-  if (i.schedule == Schedule::kSkinny) return true;
+  if (is_for_few_rows(i)) return true;
   if (i.schedule == Schedule::kBasic) return p.m <= i.tile_n;
   if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would be empty
   if (i.swap) return p.m <= 8 * i.tile_n;
@@ -105,14 +119,14 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   int64_t const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
   int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
                            ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
-  int const cluster = i.cluster_m * i.cluster_n;
+  int const cluster = i.cluster_m * i.cluster_n * i.split;
   // The SMs of a cluster are of one GPC, which often has some that make no whole cluster of four.
   int const sms = cluster > 2 ? sm_count * 10 / 11 : sm_count;
   int const at_once = sms * i.blocks_per_sm / cluster;
   int const missing = i.schedule == Schedule::kSkinny ? 0 : ceil_div(p.m, i.rows_of_a()) * i.rows_of_a() - p.m;
   double const waves = ceil_div(clusters, at_once);
   double const k_tile = i.cost.k_tile + kMissingByte * missing * i.tile_k / waves;  // one wave has the last rows
-  double const computing = waves * (ceil_div(p.k, i.tile_k) * k_tile + i.cost.tile);
+  double const computing = waves * (ceil_div(p.k, i.tile_k * i.split) * k_tile + i.cost.tile);
   double const bytes = double(problem.batch) * (double(problem.m) * p.k + double(p.n) * p.k +
                                                 double(problem.m) * p.n * bytes_of(p.out_dtype));
   double const reading = bytes / 4.3e6 * i.cost.reading;  // at 4.3 TB/s, what a copy reaches
@@ -189,6 +203,10 @@ std::string describe_scaled_mm(ScaledMmChoice choice) {
   auto text = [](int number) { return std::to_string(number); };
   if (i.schedule == Schedule::kSkinny) {
     return "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " skinny " + text(i.warps) + " warps";
+  }
+  if (i.schedule == Schedule::kSplitK) {
+    return "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " split-K " + text(i.split) +
+           " swapped";
   }
   char const* const schedule = i.schedule == Schedule::kPingpong      ? " pingpong"
                                : i.schedule == Schedule::kCooperative ? " cooperative"

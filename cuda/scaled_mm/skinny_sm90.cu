@@ -145,6 +145,7 @@ cudaError_t Skinny<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::launch(Scaled
 }
 
 #define GEMM(...)
+#define SPLIT_K(...)
 #define SKINNY(cost, ...) template struct JAX_QMM_SKINNY(__VA_ARGS__);
 #include "scaled_mm/instances_sm90.def"
 

@@ -5,9 +5,8 @@
 
 namespace jax_qmm::sm90 {
 
-constexpr int kSkinnyRows = 16;          // of b in a block
-constexpr int kSkinnyStep = 64;          // bytes of each row: one load of 16 bytes by each thread
-constexpr int kSkinnyMostBatch = 65535;  // a grid's second dimension
+constexpr int kSkinnyRows = 16;  // of b in a block
+constexpr int kSkinnyStep = 64;  // bytes of each row: one load of 16 bytes by each thread
 
 template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
 struct Skinny {
