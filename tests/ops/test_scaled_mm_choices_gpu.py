@@ -61,6 +61,19 @@ def test_every_choice_gives_the_same_sums(kernels, oracle, shape):
         np.testing.assert_array_equal(got, oracle.sums(a, b), kernels.describe_scaled_mm(choice))
 
 
+def test_every_choice_serves_a_batch(kernels, oracle):
+    m, n, k, batch = 13, 200, 1040, 3
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-128, 128, (batch, rows, k), np.int8) for rows in (m, n))
+    scale_a, scale_b, bias = (rng.uniform(-2, 2, (batch, size)).astype(np.float32) for size in (m, n, n))
+    want = np.stack([oracle.scaled_mm(*each, out_dtype=jnp.bfloat16) for each in zip(a, b, scale_a, scale_b, bias)])
+    key = (m, n, k, batch, "int8", "bfloat16", False)
+    for choice in kernels.scaled_mm_choices(*key):
+        kernels.tune_scaled_mm(*key, choice)
+        got = np.asarray(jax.jit(jax.vmap(jax_qmm.scaled_mm))(a, b, scale_a, scale_b, bias))
+        np.testing.assert_array_equal(got.view("u2"), want.view("u2"), kernels.describe_scaled_mm(choice))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("precision", [None, "highest"])
