@@ -201,19 +201,14 @@ std::string describe_scaled_mm(ScaledMmChoice choice) {
   if (choice.instance < 0) return "generic 64x64x64 mma.sync";
   Instance const& i = kInstances[choice.instance];
   auto text = [](int number) { return std::to_string(number); };
-  if (i.schedule == Schedule::kSkinny) {
-    return "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " skinny " + text(i.warps) + " warps";
-  }
-  if (i.schedule == Schedule::kSplitK) {
-    return "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " split-K " + text(i.split) +
-           " swapped";
-  }
+  std::string const tile = "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k);
+  if (i.schedule == Schedule::kSkinny) return tile + " skinny " + text(i.warps) + " warps";
+  if (i.schedule == Schedule::kSplitK) return tile + " split-K " + text(i.split) + " swapped";
   char const* const schedule = i.schedule == Schedule::kPingpong      ? " pingpong"
                                : i.schedule == Schedule::kCooperative ? " cooperative"
                                                                       : " basic";
-  return "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k) + " cluster " + text(i.cluster_m) + "x" +
-         text(i.cluster_n) + schedule +
-         (i.swap ? " swapped" : "") + " swizzle " + text(choice.swizzle);
+  return tile + " cluster " + text(i.cluster_m) + "x" + text(i.cluster_n) + schedule + (i.swap ? " swapped" : "") +
+         " swizzle " + text(choice.swizzle);
 }
 
 cudaError_t prepare_scaled_mm() {

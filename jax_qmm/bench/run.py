@@ -17,7 +17,8 @@ ROUNDS = 9
 TURNS = 3
 NOTES = """\
 The peak is that of dense 8-bit products by the datasheets of H100 SXM and H200.
-us: median of CUDA graph replays, in turns with those of cuBLASLt; in jit: by JAX's profiler, in one program of many such calls.
+us: median of CUDA graph replays, in turns with those of cuBLASLt; in jit: by JAX's profiler, in one program
+of many such calls.
 (1.20x): takes 1.20 times as long as jax_qmm measured in the same way.
 The calls have operands of their own, which together exceed the L2 cache several times.
 cuBLASLt is PyTorch's: fp8 with the same scales, and tensorwise with one for each operand; int8 for M > 16 alone, to
