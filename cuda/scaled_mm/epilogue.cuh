@@ -54,17 +54,6 @@ struct VectorArg {
   }
 };
 
-template <class T>
-VectorArg<T> vector_arg(Vector const& v, T absent) {
-  return {v.data, v.dtype, v.stride, v.batch_stride, v.bytes, absent};
-}
-inline VectorArg<float> scale_arg(Vector const& v) { return vector_arg(v, 1.0f); }
-// x + -0 is x for every x, -0 included.
-inline VectorArg<float> bias_arg(Vector const& v) { return vector_arg(v, -0.0f); }
-// Without azp, azp_adj holds the products of the two; without both, 1 * 0 is subtracted.
-inline VectorArg<int32_t> azp_arg(Vector const& v) { return vector_arg(v, 1); }
-inline VectorArg<int32_t> azp_adj_arg(Vector const& v) { return vector_arg(v, 0); }
-
 // Unsigned, because overflow is defined there: only the sum itself must fit int32, not what it is made of.
 __device__ inline float subtract_zero_point(int32_t acc, int32_t azp, int32_t azp_adj) {
   return static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(acc) -
@@ -113,5 +102,22 @@ struct OutputArg {
     return round<Bits, One, 1>(values, sums).bits;
   }
 };
+
+// All that every kernel's epilogue takes besides the sums.
+struct EpilogueArgs {
+  VectorArg<float> scale_a, scale_b, bias;
+  VectorArg<int32_t> azp, azp_adj;
+  OutputArg output;
+};
+
+inline EpilogueArgs epilogue_args(ScaledMm const& p) {
+  auto vector = [](Vector const& v, auto absent) {
+    return VectorArg<decltype(absent)>{v.data, v.dtype, v.stride, v.batch_stride, v.bytes, absent};
+  };
+  // x + -0 is x for every x, -0 included. Without azp, azp_adj holds the products of the two; without both, 1 * 0 is
+  // subtracted.
+  return {vector(p.scale_a, 1.0f), vector(p.scale_b, 1.0f), vector(p.bias, -0.0f), vector(p.azp, 1), vector(p.azp_adj, 0),
+          {p.out_dtype}};
+}
 
 }  // namespace jax_qmm

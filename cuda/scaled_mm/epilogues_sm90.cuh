@@ -32,7 +32,6 @@ inline Weights weights(ScaledMm const& p, int sm_count) {
   return {p.b, unsigned(rows), unsigned(std::min(kBytes / rows, p.k) / kLine), p.k};
 }
 
-
 // `Ahead`: the vectors are brought by the warp that CUTLASS has for loads of an epilogue. It pays where a tile's end is short;
 // each subtile costs a barrier, and shared memory holds the vectors of two tiles.
 template <DType In, class Bits, bool Swap, bool Ahead, class CtaTile>
@@ -42,10 +41,7 @@ struct Epilogue {
   // The kernel's rows are M of the product, or N when the operands are swapped.
   static constexpr int kM = size<Swap ? 1 : 0>(CtaTile{}), kN = size<Swap ? 0 : 1>(CtaTile{});
 
-  struct Arguments {
-    VectorArg<float> scale_a, scale_b, bias;
-    VectorArg<int32_t> azp, azp_adj;
-    OutputArg out;
+  struct Arguments : EpilogueArgs {
     Weights weights;
   };
   using Params = Arguments;
@@ -59,8 +55,7 @@ struct Epilogue {
   };
 
   static Arguments arguments(ScaledMm const& p, int sm_count) {
-    return {scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias), azp_arg(p.azp), azp_adj_arg(p.azp_adj),
-            {p.out_dtype}, weights(p, sm_count)};
+    return {epilogue_args(p), weights(p, sm_count)};
   }
 
   template <class ProblemShape>
@@ -239,7 +234,7 @@ struct Epilogue {
       for (int i = 0; i < N; ++i) {
         values[i] = combine(subtract_zero_point(acc[i], zero[i], adj[i]), a[i], b[i], c[i]);
       }
-      return source.params.out.template round<Bits, cutlass::Array<Bits, N>, N>(values, acc);
+      return source.params.output.template round<Bits, cutlass::Array<Bits, N>, N>(values, acc);
     }
   };
 

@@ -19,9 +19,7 @@ struct Params {
   int m, n, k;
   int64_t a_batch_stride, b_batch_stride;
   int vector_bytes;  // what every row's start is aligned to: 4 or 1
-  VectorArg<float> scale_a, scale_b, bias;
-  VectorArg<int32_t> azp, azp_adj;
-  OutputArg output;
+  EpilogueArgs epilogue;
 };
 
 // This thread's share of a tile, zeros beyond the matrix; consecutive threads take consecutive words of a row.
@@ -110,8 +108,8 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
     for (int h = 0; h < 2; ++h) {
       int const m = tile_m * kTile + warp_m + i * 16 + h * 8 + group;
       if (m >= p.m) continue;
-      float const scale_a = p.scale_a.load(l, m);
-      int32_t const azp = p.azp.load(l, m);
+      float const scale_a = p.epilogue.scale_a.load(l, m);
+      int32_t const azp = p.epilogue.azp.load(l, m);
       Bits* out = static_cast<Bits*>(p.out) + (int64_t(l) * p.m + m) * p.n;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -120,9 +118,9 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
           int const n = tile_n * kTile + warp_n + j * 8 + member * 2 + c;
           if (n >= p.n) continue;
           Accumulator const sum = acc[i][j][h * 2 + c];
-          float const value = combine(subtract_zero_point(sum, azp, p.azp_adj.load(l, n)), scale_a, p.scale_b.load(l, n),
-                                      p.bias.load(l, n));
-          out[n] = p.output.template round_one<Bits>(value, sum);
+          float const value = combine(subtract_zero_point(sum, azp, p.epilogue.azp_adj.load(l, n)), scale_a,
+                                      p.epilogue.scale_b.load(l, n), p.epilogue.bias.load(l, n));
+          out[n] = p.epilogue.output.template round_one<Bits>(value, sum);
         }
       }
     }
@@ -135,9 +133,7 @@ cudaError_t launch_generic(ScaledMm const& p, cudaStream_t stream) {
   auto address = [](void const* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
   bool const words = (address(p.a) | address(p.b) | uintptr_t(p.k)) % 4 == 0;
   Params params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, p.k,
-                p.a_batch_stride, p.b_batch_stride, words ? 4 : 1,
-                scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias), azp_arg(p.azp), azp_adj_arg(p.azp_adj),
-                {p.out_dtype}};
+                p.a_batch_stride, p.b_batch_stride, words ? 4 : 1, epilogue_args(p)};
   int64_t const tiles = int64_t(p.m + kTile - 1) / kTile * ((p.n + kTile - 1) / kTile) * p.batch;
   if (tiles > INT32_MAX) return cudaErrorInvalidConfiguration;
   bool const two_bytes = p.out_dtype == DType::kBF16 || p.out_dtype == DType::kF16;

@@ -60,10 +60,10 @@ constexpr Accum kTensorCoreAccum = In == DType::kS8 ? Accum::kFull : Accum::kFas
    Schedule::kSkinny, true, blocks_per_sm, warps, 1,                                                             \
    JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::prepare,                                       \
    JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::launch},
-#define SPLIT_K(cost, in, bytes, rows, columns, split, blocks_per_sm)                                            \
-  {cost, DType::in, kTensorCoreAccum<DType::in>, bytes, rows, columns, sm90::kSplitTileK, 1, 1, Schedule::kSplitK, \
-   true, blocks_per_sm, 0, split, JAX_QMM_SPLIT_K(in, bytes, rows, columns, split, blocks_per_sm)::prepare,        \
-   JAX_QMM_SPLIT_K(in, bytes, rows, columns, split, blocks_per_sm)::launch},
+#define SPLIT_K(cost, in, bytes, columns, split, blocks_per_sm)                                                        \
+  {cost, DType::in, kTensorCoreAccum<DType::in>, bytes, sm90::kSplitRows, columns, sm90::kSplitTileK, 1, 1,            \
+   Schedule::kSplitK, true, blocks_per_sm, 0, split, JAX_QMM_SPLIT_K(in, bytes, columns, split, blocks_per_sm)::prepare, \
+   JAX_QMM_SPLIT_K(in, bytes, columns, split, blocks_per_sm)::launch},
 Instance const kInstances[] = {
 #include "scaled_mm/instances_sm90.def"
 };
@@ -115,6 +115,7 @@ bool suits(Instance const& i, ScaledMm const& p) {
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
 double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   double constexpr kMissingByte = 14e-6;  // of a tile's rows of a, which TMA fills with zeros
+  double constexpr kAlone = 0.7;          // of a K tile's time, where each block has two SMs' way to memory for itself
   ScaledMm const p = sm90::overlap_tiles(problem, i.rows_of_a() * i.tiles_of_a());
   int64_t const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
   int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
@@ -125,7 +126,9 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   int const at_once = sms * i.blocks_per_sm / cluster;
   int const missing = i.schedule == Schedule::kSkinny ? 0 : ceil_div(p.m, i.rows_of_a()) * i.rows_of_a() - p.m;
   double const waves = ceil_div(clusters, at_once);
-  double const k_tile = i.cost.k_tile + kMissingByte * missing * i.tile_k / waves;  // one wave has the last rows
+  bool const alone = i.swap && cluster == 1 && i.blocks_per_sm == 1 && 2 * clusters <= sm_count;
+  double const k_tile = (alone ? kAlone : 1) *  // one wave has the last rows
+                        (i.cost.k_tile + kMissingByte * missing * i.tile_k / waves);
   double const computing = waves * (ceil_div(p.k, i.tile_k * i.split) * k_tile + i.cost.tile);
   double const bytes = double(problem.batch) * (double(problem.m) * p.k + double(p.n) * p.k +
                                                 double(problem.m) * p.n * bytes_of(p.out_dtype));

@@ -18,9 +18,7 @@ struct Params {
   int m, n;
   unsigned k;
   int64_t a_batch_stride, b_batch_stride, out_batch_stride;
-  VectorArg<float> scale_a, scale_b, bias;
-  VectorArg<int32_t> azp, azp_adj;
-  OutputArg output;
+  EpilogueArgs epilogue;
 };
 
 // Loads that stay where they stand, ahead of the products. What is read once leaves the L1 cache to a.
@@ -80,11 +78,11 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
       }
     }
     if (done == 0 && writes) {  // so that they come with the first loads
-      scale_a = p.scale_a.load(l, m);
-      scale_b = p.scale_b.load(l, n);
-      bias = p.bias.load(l, n);
-      azp = p.azp.load(l, m);
-      azp_adj = p.azp_adj.load(l, n);
+      scale_a = p.epilogue.scale_a.load(l, m);
+      scale_b = p.epilogue.scale_b.load(l, n);
+      bias = p.epilogue.bias.load(l, n);
+      azp = p.epilogue.azp.load(l, m);
+      azp_adj = p.epilogue.azp_adj.load(l, n);
     }
 #pragma unroll
     for (int s = 0; s < Steps; ++s) {
@@ -109,7 +107,8 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
 #pragma unroll
   for (int w = 0; w < Warps; ++w) sum += partial[w][m][row];
   float const value = combine(subtract_zero_point(sum, azp, azp_adj), scale_a, scale_b, bias);
-  static_cast<Bits*>(p.out)[l * p.out_batch_stride + int64_t(m) * p.n + n] = p.output.template round_one<Bits>(value, sum);
+  auto* const out = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(m) * p.n + n;
+  *out = p.epilogue.output.template round_one<Bits>(value, sum);
 }
 
 template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
@@ -140,8 +139,7 @@ cudaError_t Skinny<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::launch(Scaled
   return cudaLaunchKernelEx(
       &config, kKernel<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>,
       Params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, unsigned(p.k), p.a_batch_stride,
-             p.b_batch_stride, p.out_batch_stride, scale_arg(p.scale_a), scale_arg(p.scale_b), bias_arg(p.bias),
-             azp_arg(p.azp), azp_adj_arg(p.azp_adj), {p.out_dtype}});
+             p.b_batch_stride, p.out_batch_stride, epilogue_args(p)});
 }
 
 #define GEMM(...)

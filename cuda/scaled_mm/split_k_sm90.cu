@@ -25,9 +25,7 @@ struct Params {
   void* out;
   int m, n, k, batch, stages, split;
   int64_t out_batch_stride;
-  VectorArg<float> scale_a, scale_b, bias;
-  VectorArg<int32_t> azp, azp_adj;
-  OutputArg output;
+  EpilogueArgs epilogue;
 };
 
 template <class Element, int Rows>
@@ -37,24 +35,24 @@ using Stages = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                       Shape<Int<Rows>, Int<kSplitTileK>, Int<kMostStages>>{}));
 
 // What follows the stages in shared memory.
-template <class Accumulator, int Rows, int Columns>
+template <class Accumulator, int Columns>
 struct Shared {
-  Accumulator partial[Columns + kMostSplit - 1][Rows + 4];  // padded: the fragments' stores hit distinct banks
+  Accumulator partial[Columns + kMostSplit - 1][kSplitRows + 4];  // padded: the fragments' stores hit distinct banks
   float scale_a[Columns];
   int32_t azp[Columns];
   uint64_t full[kMostStages], empty[kMostStages];
 };
 
-template <class Element, class Bits, int Rows, int Columns, class LoadB, class LoadA>
+template <class Element, class Bits, int Columns, class LoadB, class LoadA>
 __global__ void __launch_bounds__(kThreads)
     split_k_kernel(Params const p, CUTE_GRID_CONSTANT LoadB const load_b, CUTE_GRID_CONSTANT LoadA const load_a) {
   using Accumulator = conditional_t<std::is_same_v<Element, int8_t>, int32_t, float>;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
   extern __shared__ __align__(1024) uint8_t memory[];
-  uint8_t* const memory_a = memory + p.stages * Rows * kSplitTileK;
-  auto& smem = *reinterpret_cast<Shared<Accumulator, Rows, Columns>*>(memory_a + p.stages * Columns * kSplitTileK);
-  Tensor stages_b = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(memory)), Stages<Element, Rows>{});
+  uint8_t* const memory_a = memory + p.stages * kSplitRows * kSplitTileK;
+  auto& smem = *reinterpret_cast<Shared<Accumulator, Columns>*>(memory_a + p.stages * Columns * kSplitTileK);
+  Tensor stages_b = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(memory)), Stages<Element, kSplitRows>{});
   Tensor stages_a = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(memory_a)), Stages<Element, Columns>{});
 
   int const rank = blockIdx.x % p.split, tile = blockIdx.x / p.split, l = blockIdx.y;
@@ -75,15 +73,15 @@ __global__ void __launch_bounds__(kThreads)
   cudaTriggerProgrammaticLaunchCompletion();
 
   // The results that this thread will write: two rows of b, and some rows of a.
-  int constexpr kPairs = Rows / 2;
-  int const share = (Columns + p.split - 1) / p.split, pair = threadIdx.x % kPairs, n = tile * Rows + 2 * pair;
+  int constexpr kPairs = kSplitRows / 2;
+  int const share = (Columns + p.split - 1) / p.split, pair = threadIdx.x % kPairs, n = tile * kSplitRows + 2 * pair;
   float scale_b[2], bias[2];
   int32_t azp_adj[2];
   if (loads) {
     if (elect_one_sync()) {
       prefetch_tma_descriptor(load_b.get_tma_descriptor());
       prefetch_tma_descriptor(load_a.get_tma_descriptor());
-      Tensor b = local_tile(load_b.get_tma_tensor(make_shape(p.n, p.k, p.batch)), Shape<Int<Rows>, Int<kSplitTileK>>{},
+      Tensor b = local_tile(load_b.get_tma_tensor(make_shape(p.n, p.k, p.batch)), Shape<Int<kSplitRows>, Int<kSplitTileK>>{},
                             make_coord(tile, _, l));
       Tensor a = local_tile(load_a.get_tma_tensor(make_shape(p.m, p.k, p.batch)), Shape<Int<Columns>, Int<kSplitTileK>>{},
                             make_coord(0, _, l));
@@ -94,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
       cudaGridDependencySynchronize();
       for (int i = begin, stage = 0, turn = 0; i < end; ++i) {
         if (turn > 0) Empty::wait(&smem.empty[stage], (turn - 1) & 1);
-        Full::arrive_and_expect_tx(&smem.full[stage], (Rows + Columns) * kSplitTileK);
+        Full::arrive_and_expect_tx(&smem.full[stage], (kSplitRows + Columns) * kSplitTileK);
         copy(load_b.with(smem.full[stage], 0, TMA::CacheHintSm90::EVICT_FIRST), from_b(_, _, _, i), to_b(_, _, _, stage));
         copy(load_a.with(smem.full[stage], 0, TMA::CacheHintSm90::EVICT_LAST), from_a(_, _, _, i), to_a(_, _, _, stage));
         if (++stage == p.stages) stage = 0, ++turn;
@@ -107,21 +105,21 @@ __global__ void __launch_bounds__(kThreads)
     auto thread = mma.get_slice(threadIdx.x);
     Tensor fragments_b = thread.make_fragment_A(thread.partition_A(stages_b));
     Tensor fragments_a = thread.make_fragment_B(thread.partition_B(stages_a));
-    Tensor acc = partition_fragment_C(mma, Shape<Int<Rows>, Int<Columns>>{});
-    Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<Rows>, Int<Columns>>{}));
+    Tensor acc = partition_fragment_C(mma, Shape<Int<kSplitRows>, Int<Columns>>{});
+    Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kSplitRows>, Int<Columns>>{}));
     clear(acc);
 
     cudaGridDependencySynchronize();
     // Now, so that the end does not wait for them.
     if (threadIdx.x < Columns && int(threadIdx.x) < p.m) {
-      smem.scale_a[threadIdx.x] = p.scale_a.load(l, threadIdx.x);
-      smem.azp[threadIdx.x] = p.azp.load(l, threadIdx.x);
+      smem.scale_a[threadIdx.x] = p.epilogue.scale_a.load(l, threadIdx.x);
+      smem.azp[threadIdx.x] = p.epilogue.azp.load(l, threadIdx.x);
     }
 #pragma unroll
     for (int i = 0; i < 2 && n < p.n; ++i) {
-      scale_b[i] = p.scale_b.load(l, n + i);
-      bias[i] = p.bias.load(l, n + i);
-      azp_adj[i] = p.azp_adj.load(l, n + i);
+      scale_b[i] = p.epilogue.scale_b.load(l, n + i);
+      bias[i] = p.epilogue.bias.load(l, n + i);
+      azp_adj[i] = p.epilogue.azp_adj.load(l, n + i);
     }
 
     warpgroup_fence_operand(acc);
@@ -173,11 +171,11 @@ __global__ void __launch_bounds__(kThreads)
       __device__ Bits& operator[](int i) { return of[i]; }
     };
     auto* const out = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(m) * p.n + n;
-    *reinterpret_cast<Out*>(out) = p.output.template round<Bits, Out, 2>(values, sums);
+    *reinterpret_cast<Out*>(out) = p.epilogue.output.template round<Bits, Out, 2>(values, sums);
   }
 }
 
-template <DType In, int OutBytes, int Rows, int Columns, int BlocksPerSm>
+template <DType In, int OutBytes, int Columns, int BlocksPerSm>
 struct Types {
   using Element = conditional_t<In == DType::kS8, int8_t, cutlass::float_e4m3_t>;
   using Accumulator = conditional_t<In == DType::kS8, int32_t, float>;
@@ -189,39 +187,39 @@ struct Types {
                                     make_stride(int64_t(k), _1{}, batch_stride));
     return make_tma_copy(SM90_TMA_LOAD{}, matrix, Tile<Element, TileRows>{}, Shape<Int<TileRows>, Int<kSplitTileK>>{}, _1{});
   }
-  using LoadB = decltype(load<Rows>(nullptr, 0, 0, 0, 0));
+  using LoadB = decltype(load<kSplitRows>(nullptr, 0, 0, 0, 0));
   using LoadA = decltype(load<Columns>(nullptr, 0, 0, 0, 0));
 
-  static constexpr auto* kKernel = split_k_kernel<Element, Bits, Rows, Columns, LoadB, LoadA>;
-  static constexpr int kFixed = sizeof(Shared<Accumulator, Rows, Columns>), kStage = (Rows + Columns) * kSplitTileK;
+  static constexpr auto* kKernel = split_k_kernel<Element, Bits, Columns, LoadB, LoadA>;
+  static constexpr int kFixed = sizeof(Shared<Accumulator, Columns>), kStage = (kSplitRows + Columns) * kSplitTileK;
   // Of the 228 KB of an SM, each block takes one more than it asks for.
   static constexpr int kStages = std::min((228 * 1024 / BlocksPerSm - 1024 - kFixed) / kStage, kMostStages);
   static constexpr int kSharedMemory = kStages * kStage + kFixed;
   static_assert(kStages >= 2, "a stage is free again when the next one's products are under way");
-  static_assert(Columns <= kMathThreads && Rows <= 256);
+  static_assert(Columns <= kMathThreads);
 };
 
 }  // namespace
 
-template <DType In, int OutBytes, int Rows, int Columns, int Split, int BlocksPerSm>
-cudaError_t SplitK<In, OutBytes, Rows, Columns, Split, BlocksPerSm>::prepare() {
+template <DType In, int OutBytes, int Columns, int Split, int BlocksPerSm>
+cudaError_t SplitK<In, OutBytes, Columns, Split, BlocksPerSm>::prepare() {
   // The lines that share a kernel differ in their stages: the fewest blocks have the most.
-  using T = Types<In, OutBytes, Rows, Columns, 1>;
+  using T = Types<In, OutBytes, Columns, 1>;
   return cudaFuncSetAttribute(T::kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedMemory);
 }
 
-template <DType In, int OutBytes, int Rows, int Columns, int Split, int BlocksPerSm>
-cudaError_t SplitK<In, OutBytes, Rows, Columns, Split, BlocksPerSm>::launch(ScaledMm const& p, int, int,
+template <DType In, int OutBytes, int Columns, int Split, int BlocksPerSm>
+cudaError_t SplitK<In, OutBytes, Columns, Split, BlocksPerSm>::launch(ScaledMm const& p, int, int,
                                                                             cudaStream_t stream) {
   static_assert(Split <= kMostSplit);
-  using T = Types<In, OutBytes, Rows, Columns, BlocksPerSm>;
+  using T = Types<In, OutBytes, Columns, BlocksPerSm>;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {Split, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3((unsigned(p.n) + Rows - 1) / Rows * Split, p.batch);
+  config.gridDim = dim3((unsigned(p.n) + kSplitRows - 1) / kSplitRows * Split, p.batch);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = T::kSharedMemory;
   config.stream = stream;
@@ -229,9 +227,8 @@ cudaError_t SplitK<In, OutBytes, Rows, Columns, Split, BlocksPerSm>::launch(Scal
   config.numAttrs = 2;
   return cudaLaunchKernelEx(
       &config, T::kKernel,
-      Params{p.out, p.m, p.n, p.k, p.batch, T::kStages, Split, p.out_batch_stride, scale_arg(p.scale_a),
-             scale_arg(p.scale_b), bias_arg(p.bias), azp_arg(p.azp), azp_adj_arg(p.azp_adj), {p.out_dtype}},
-      T::template load<Rows>(p.b, p.n, p.k, p.batch, p.b_batch_stride),
+      Params{p.out, p.m, p.n, p.k, p.batch, T::kStages, Split, p.out_batch_stride, epilogue_args(p)},
+      T::template load<kSplitRows>(p.b, p.n, p.k, p.batch, p.b_batch_stride),
       T::template load<Columns>(p.a, p.m, p.k, p.batch, p.a_batch_stride));
 }
 
