@@ -126,9 +126,9 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   int const at_once = sms * i.blocks_per_sm / cluster;
   int const missing = i.schedule == Schedule::kSkinny ? 0 : ceil_div(p.m, i.rows_of_a()) * i.rows_of_a() - p.m;
   double const waves = ceil_div(clusters, at_once);
+  double const zeros = kMissingByte * missing * i.tile_k / waves;  // one wave has the last rows
   bool const alone = i.swap && cluster == 1 && i.blocks_per_sm == 1 && 2 * clusters <= sm_count;
-  double const k_tile = (alone ? kAlone : 1) *  // one wave has the last rows
-                        (i.cost.k_tile + kMissingByte * missing * i.tile_k / waves);
+  double const k_tile = (i.cost.k_tile + zeros) * (alone ? kAlone : 1);
   double const computing = waves * (ceil_div(p.k, i.tile_k * i.split) * k_tile + i.cost.tile);
   double const bytes = double(problem.batch) * (double(problem.m) * p.k + double(p.n) * p.k +
                                                 double(problem.m) * p.n * bytes_of(p.out_dtype));
