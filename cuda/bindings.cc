@@ -1,5 +1,6 @@
 // The extension module: the FFI handlers for XLA, and the host functions that Python's explain and tune need.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -87,6 +88,12 @@ NB_MODULE(_kernels, m) {
         tune_scaled_mm(shape(m, n, k, batch, in, out, fast_accum), choice(chosen));
       },
       "Fixes the kernel for a product in this process.");
+  m.def(
+      "tuned_scaled_mm",
+      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
+        return tuned_scaled_mm(shape(m, n, k, batch, in, out, fast_accum));
+      },
+      "The M that the kernel for a product was fixed at; None where the cost model chooses.");
   m.def("clear_scaled_mm_tuning", clear_scaled_mm_tuning, "Forgets every tune_scaled_mm.");
   m.def(
       "measure_scaled_mm",

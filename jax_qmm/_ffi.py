@@ -51,20 +51,21 @@ def fallback_reason(platform: str) -> str | None:
         if gpu.compute_capability.replace(".", "") not in (arch.rstrip("a") for arch in built):
             return (f"{gpu.device_kind} has compute capability {gpu.compute_capability}; "
                     f"this build has kernels for {', '.join(built)}")
-    _tuned()
+    _load_tuning()
     return None
 
 
 @functools.cache
-def _tuned():
-    """Gives the tuning file to the extension, once; the products whose kernels it fixes.
+def _load_tuning():
+    """Gives the tuning files to the extension, once.
 
-    Not when the extension is loaded: whether the file serves depends on the GPU, and an import must not start
+    Not when the extension is loaded: whether a file serves depends on the GPU, and an import must not start
     JAX's backends.
     """
     kernels, _ = _load()
     gpus = _gpus()
-    return tuning.apply(kernels, gpus[0]) if kernels and gpus else frozenset()
+    if kernels and gpus:
+        tuning.apply(kernels, gpus[0])
 
 
 @functools.cache
@@ -89,10 +90,11 @@ def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum) -> str:
     kernels, _ = _load()
     if kernels is None:
         return ""
+    _load_tuning()
     gpus = _gpus()
     product = tuning.Product(m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum)
-    if (measured := tuning.source(_tuned(), product)) is not None:
-        why = "tuned" if measured.m == m else f"tuned at M {measured.m}"
+    if (measured := kernels.tuned_scaled_mm(*product)) is not None:
+        why = "tuned" if measured == m else f"tuned at M {measured}"
     elif len(kernels.scaled_mm_choices(*product)) == 1:
         why = "the only one for this alignment"
     else:

@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 FORMAT = "jax_qmm tuning 1"
 
 
@@ -155,35 +153,16 @@ def _entry(fields):
     return Entry(Product(*product), kernel, microseconds)
 
 
-def source(tuned: Iterable[Product], product: Product) -> Product | None:
-    """The one of the products `tuned` whose kernel the extension uses for `product`, or None.
-
-    It serves an M of more than three quarters of its own, and other output dtypes of as many bytes.
-
-    >>> tuned = [Product(64, 4096, 4096, 1, "int8", "bfloat16", False)]
-    >>> [source(tuned, tuned[0]._replace(m=m)) is not None for m in (48, 49, 64, 65)]
-    [False, True, True, False]
-    """
-    def family(p):
-        return p.n, p.k, p.batch, p.dtype, jnp.dtype(p.out_dtype).itemsize, p.fast_accum
-
-    near = (p for p in tuned if product.m <= p.m and 3 * p.m < 4 * product.m and family(p) == family(product))
-    return min(near, default=None)
-
-
-def apply(kernels, gpu) -> frozenset[Product]:
+def apply(kernels, gpu) -> None:
     """Makes the extension `kernels` use the package's tuning file and this process's; warns if the latter is refused.
 
     Args:
       kernels: the extension module.
       gpu: the JAX device that it runs on.
-
-    Returns:
-      The products whose kernels are now those of a file.
     """
     own = path()
     if own is None:
-        return frozenset()
+        return
     entries = []
     for file in (packaged(gpu), own):
         try:
@@ -196,4 +175,3 @@ def apply(kernels, gpu) -> frozenset[Product]:
                               "or set JAX_QMM_TUNING to another or to 0.", stacklevel=2)
     for entry in entries:
         kernels.tune_scaled_mm(*entry.product, choices(kernels, entry.product)[entry.kernel])
-    return frozenset(entry.product for entry in entries)

@@ -40,6 +40,9 @@ class Extension:
         *product, choice = arguments
         self.tuned[tuple(product)] = choice
 
+    def tuned_scaled_mm(self, *product):
+        return product[0] if product in self.tuned else None
+
 
 @pytest.fixture
 def kernels():
@@ -77,7 +80,7 @@ def test_a_save_that_fails_keeps_the_file(kernels, file, monkeypatch):
 
 def test_kernels_are_found_by_their_words(file):
     other_build = Extension("generic", "wide", "new", "narrow")
-    assert tuning.apply(other_build, GPU) == {INT8, FP8}
+    tuning.apply(other_build, GPU)
     assert other_build.tuned == {INT8: (1, 1), FP8: (3, 1)}
 
 
@@ -123,7 +126,7 @@ def test_a_file_that_is_named_and_missing_is_refused(kernels, file):
 
 def _is_refused(kernels, file, reason):
     with pytest.warns(UserWarning, match=reason) as caught:
-        assert tuning.apply(kernels, GPU) == frozenset()
+        tuning.apply(kernels, GPU)
     assert f"the tuning file {file} is refused" in str(caught[0].message)
     assert kernels.tuned == {}  # not even the entries that are good
 
@@ -134,7 +137,8 @@ def test_none_is_loaded_where_the_environment_says_so(kernels, monkeypatch, tmp_
     tuning.save(tuning.default_path(), GPU, ENTRIES)
     monkeypatch.setenv("JAX_QMM_TUNING", value)
     assert tuning.path() is None
-    assert tuning.apply(kernels, GPU) == frozenset()
+    tuning.apply(kernels, GPU)
+    assert kernels.tuned == {}
 
 
 def test_default_path(kernels, monkeypatch, tmp_path):
@@ -146,12 +150,14 @@ def test_default_path(kernels, monkeypatch, tmp_path):
     assert tuning.path() == tmp_path / "cache" / "jax_qmm" / "tuning.json"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuning.apply(kernels, GPU) == frozenset()  # no file, no warning
+        tuning.apply(kernels, GPU)  # no file, no warning
         (tmp_path / "cache").write_text("")  # a folder that can't be entered
-        assert tuning.apply(kernels, GPU) == frozenset()
+        tuning.apply(kernels, GPU)
+    assert kernels.tuned == {}
     (tmp_path / "cache").unlink()
     tuning.save(tuning.path(), GPU, ENTRIES)
-    assert tuning.apply(kernels, GPU) == {INT8, FP8}
+    tuning.apply(kernels, GPU)
+    assert kernels.tuned == {INT8: (2, 1), FP8: (1, 1)}
 
 
 def test_the_users_file_goes_before_the_packages(kernels, file, monkeypatch, tmp_path):
@@ -159,26 +165,51 @@ def test_the_users_file_goes_before_the_packages(kernels, file, monkeypatch, tmp
     other = INT8._replace(m=32)
     tuning.save(packaged, GPU, [Entry(INT8, "narrow", 10.0), Entry(other, "narrow", 11.0)])
     monkeypatch.setattr(tuning, "packaged", lambda gpu: packaged)
-    assert tuning.apply(kernels, GPU) == {INT8, FP8, other}
+    tuning.apply(kernels, GPU)
     assert kernels.tuned == {INT8: (2, 1), FP8: (1, 1), other: (1, 1)}
     kernels.tuned.clear()
     packaged.write_text("of another version")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuning.apply(kernels, GPU) == {INT8, FP8}
+        tuning.apply(kernels, GPU)
+    assert kernels.tuned == {INT8: (2, 1), FP8: (1, 1)}
+    kernels.tuned.clear()
     monkeypatch.setenv("JAX_QMM_TUNING", "0")
-    assert tuning.apply(kernels, GPU) == frozenset()
+    tuning.apply(kernels, GPU)
+    assert kernels.tuned == {}
 
 
-@pytest.mark.parametrize("packaged", tuning.packaged(GPU).parent.glob("*.json"), ids=lambda file: file.stem)
-def test_the_packages_files_are_of_kernels_that_there_are(packaged):
+@pytest.fixture
+def extension():
+    """The built extension."""
     kernels, why = _ffi._load()
     if kernels is None:
         pytest.skip(why)
+    yield kernels
+    kernels.clear_scaled_mm_tuning()
+
+
+@pytest.mark.parametrize("packaged", tuning.packaged(GPU).parent.glob("*.json"), ids=lambda file: file.stem)
+def test_the_packages_files_are_of_kernels_that_there_are(extension, packaged):
     content = json.loads(packaged.read_text())
     gpu = types.SimpleNamespace(device_kind=content["device_kind"], core_count=content["sm_count"])
     assert tuning.packaged(gpu) == packaged
-    assert len(tuning.load(packaged, kernels, gpu)) == len(content["products"]) > 0
+    assert len(tuning.load(packaged, extension, gpu)) == len(content["products"]) > 0
+
+
+@pytest.mark.parametrize(("fields", "found"), [
+    ({}, True), ({"m": 13}, True), ({"m": 12}, False), ({"m": 17}, False), ({"out_dtype": "float16"}, True),
+    ({"out_dtype": "float32"}, False), ({"n": 64}, False), ({"k": 64}, False), ({"batch": 2}, False),
+    ({"dtype": "float8_e4m3fn"}, False),
+])
+def test_what_was_tuned_serves_products_like_it(extension, fields, found):
+    extension.clear_scaled_mm_tuning()
+    product = INT8._replace(**fields)
+    default = extension.select_scaled_mm(*product, GPU.core_count)
+    other = next(choice for choice in extension.scaled_mm_choices(*INT8) if choice != default)
+    extension.tune_scaled_mm(*INT8, other)
+    assert extension.tuned_scaled_mm(*product) == (INT8.m if found else None)
+    assert extension.select_scaled_mm(*product, GPU.core_count) == (other if found else default)
 
 
 @pytest.fixture
@@ -186,9 +217,9 @@ def process(kernels, monkeypatch):
     """A process on a GPU with the extension."""
     monkeypatch.setattr(_ffi, "_load", lambda: (kernels, None))
     monkeypatch.setattr(_ffi, "_gpus", lambda: [GPU])
-    _ffi._tuned.cache_clear()
+    _ffi._load_tuning.cache_clear()
     yield kernels
-    _ffi._tuned.cache_clear()
+    _ffi._load_tuning.cache_clear()
 
 
 def test_a_lowering_for_the_gpu_loads_the_file_once(process, file, monkeypatch):
@@ -206,19 +237,9 @@ def test_no_file_is_read_for_another_gpu(process, file, monkeypatch):
     assert process.tuned == {}
 
 
-@pytest.mark.parametrize(("fields", "found"), [
-    ({}, True), ({"m": 13}, True), ({"m": 12}, False), ({"m": 17}, False), ({"out_dtype": "float16"}, True),
-    ({"out_dtype": "float32"}, False), ({"n": 64}, False), ({"k": 64}, False), ({"batch": 2}, False),
-    ({"dtype": "float8_e4m3fn"}, False), ({"fast_accum": True}, False),
-])
-def test_what_was_tuned_serves_as_in_the_extension(fields, found):
-    # As `find_tuned` of cuda/scaled_mm/scaled_mm.cc has it.
-    assert tuning.source([FP8, INT8], INT8._replace(**fields)) == (INT8 if found else None)
-
-
-def test_a_kernel_is_described_with_why_it_was_chosen(process, file):
+def test_a_kernel_is_described_with_why_it_was_chosen(process, file, monkeypatch):
     assert _ffi.describe_scaled_mm(*INT8) == "wide (tuned)"
     assert _ffi.describe_scaled_mm(17, *INT8[1:]) == "generic (by the cost model)"
-    assert _ffi.describe_scaled_mm(13, *INT8[1:]).endswith("(tuned at M 16)")
-    assert _ffi.describe_scaled_mm(12, *INT8[1:]).endswith("(by the cost model)")
     assert _ffi.describe_scaled_mm(16, 6144, 4097, *INT8[3:]) == "generic (the only one for this alignment)"
+    monkeypatch.setattr(process, "tuned_scaled_mm", lambda *product: 16)
+    assert _ffi.describe_scaled_mm(13, *INT8[1:]) == "generic (tuned at M 16)"

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <shared_mutex>
 #include <stdexcept>
 #include <tuple>
@@ -146,14 +145,15 @@ TuningKey tuning_key(ScaledMm const& p) {
 std::shared_mutex tuning_mutex;
 std::map<TuningKey, std::map<int, ScaledMmChoice>> tuning;
 
-// The choice for the next M that was measured, if that is not far.
-std::optional<ScaledMmChoice> find_tuned(ScaledMm const& p) {
+// The next M that was measured, if that is not far, and its choice, if that serves.
+std::optional<std::pair<int, ScaledMmChoice>> find_tuned(ScaledMm const& p) {
   std::shared_lock lock(tuning_mutex);
   auto const by_m = tuning.find(tuning_key(p));
   if (by_m == tuning.end()) return std::nullopt;
   auto const next = by_m->second.lower_bound(p.m);
   if (next == by_m->second.end() || 3LL * next->first >= 4LL * p.m) return std::nullopt;
-  return next->second;
+  if (next->second.instance >= 0 && !tma_aligned(p)) return std::nullopt;
+  return *next;
 }
 
 }  // namespace
@@ -170,7 +170,7 @@ std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& p) {
 
 ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   ScaledMmChoice best{-1, 1};
-  if (auto const tuned = find_tuned(p); tuned && (tuned->instance < 0 || tma_aligned(p))) return *tuned;
+  if (auto const tuned = find_tuned(p)) return tuned->second;
   if (!tma_aligned(p)) return best;
   double best_time = 0;
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
@@ -192,6 +192,11 @@ void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice) {
   if (!serves) throw std::invalid_argument(describe_scaled_mm(choice) + " does not serve this product");
   std::unique_lock lock(tuning_mutex);
   tuning[tuning_key(problem)][problem.m] = choice;
+}
+
+std::optional<int> tuned_scaled_mm(ScaledMm const& problem) {
+  auto const tuned = find_tuned(problem);
+  return tuned ? std::optional(tuned->first) : std::nullopt;
 }
 
 void clear_scaled_mm_tuning() {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,9 @@ std::string describe_scaled_mm(ScaledMmChoice choice);
 // quarters of this one's up to it, unless a smaller M is tuned or their addresses are not aligned as the kernel needs. Throws
 // std::invalid_argument where the kernel can't serve them at all.
 void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice);
+
+// The M of the tuned problem whose choice `select_scaled_mm` answers; none where it has none.
+std::optional<int> tuned_scaled_mm(ScaledMm const& problem);
 void clear_scaled_mm_tuning();
 
 // Raises the kernels' shared memory limits on the current device; call it once per device, outside of stream capture.

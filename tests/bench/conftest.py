@@ -37,6 +37,9 @@ class Extension:
         *product, choice = arguments
         self.tuned[tuple(product)] = choice
 
+    def tuned_scaled_mm(self, *product):
+        return product[0] if product in self.tuned else None
+
     def clear_scaled_mm_tuning(self):
         self.tuned.clear()
 
@@ -56,6 +59,6 @@ def kernels(monkeypatch, tmp_path):
     monkeypatch.setattr(_ffi, "_gpus", lambda: [GPU])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_QMM_TUNING", raising=False)
-    _ffi._tuned.cache_clear()
+    _ffi._load_tuning.cache_clear()
     yield extension
-    _ffi._tuned.cache_clear()
+    _ffi._load_tuning.cache_clear()

@@ -25,7 +25,7 @@ def test_the_fastest_is_stored_and_serves_later(kernels, capsys):
     assert "2 of 2 products get another kernel than the cost model's: 1.300 times as fast" in out
     assert f"{file} holds 2 products on NVIDIA H200\n" in out
     assert kernels.tuned == {}
-    _ffi._tuned.cache_clear()  # a later process
+    _ffi._load_tuning.cache_clear()  # a later process
     assert _ffi.describe_scaled_mm(8, 64, 32, 1, "int8", "bfloat16", False) == "generic (tuned)"
 
 
@@ -62,7 +62,7 @@ def test_the_default_stays_where_the_gain_is_noise(kernels, capsys):
 
 def test_earlier_tuning_does_not_count_as_the_default(kernels, capsys):
     command_line.main(ARGUMENTS)
-    _ffi._tuned.cache_clear()
+    _ffi._load_tuning.cache_clear()
     capsys.readouterr()
     command_line.main(ARGUMENTS)
     assert "2 of 2 products get another kernel" in capsys.readouterr().out
