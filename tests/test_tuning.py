@@ -185,6 +185,7 @@ def extension():
     kernels, why = _ffi._load()
     if kernels is None:
         pytest.skip(why)
+    kernels.clear_scaled_mm_tuning()
     yield kernels
     kernels.clear_scaled_mm_tuning()
 
@@ -197,18 +198,18 @@ def test_the_packages_files_are_of_kernels_that_there_are(extension, packaged):
     assert len(tuning.load(packaged, extension, gpu)) == len(content["products"]) > 0
 
 
-@pytest.mark.parametrize(("fields", "found"), [
-    ({}, True), ({"m": 13}, True), ({"m": 12}, False), ({"m": 17}, False), ({"out_dtype": "float16"}, True),
-    ({"out_dtype": "float32"}, False), ({"n": 64}, False), ({"k": 64}, False), ({"batch": 2}, False),
-    ({"dtype": "float8_e4m3fn"}, False),
+@pytest.mark.parametrize(("tuned", "fields", "found"), [
+    (INT8, {}, True), (INT8, {"m": 13}, True), (INT8, {"m": 12}, False), (INT8, {"m": 17}, False),
+    (INT8, {"out_dtype": "float16"}, True), (INT8, {"out_dtype": "float32"}, False), (INT8, {"n": 64}, False),
+    (INT8, {"k": 64}, False), (INT8, {"batch": 2}, False), (INT8, {"dtype": "float8_e4m3fn"}, False),
+    (FP8, {}, True), (FP8, {"fast_accum": False}, False),
 ])
-def test_what_was_tuned_serves_products_like_it(extension, fields, found):
-    extension.clear_scaled_mm_tuning()
-    product = INT8._replace(**fields)
+def test_what_was_tuned_serves_products_like_it(extension, tuned, fields, found):
+    product = tuned._replace(**fields)
     default = extension.select_scaled_mm(*product, GPU.core_count)
-    other = next(choice for choice in extension.scaled_mm_choices(*INT8) if choice != default)
-    extension.tune_scaled_mm(*INT8, other)
-    assert extension.tuned_scaled_mm(*product) == (INT8.m if found else None)
+    other = next(choice for choice in extension.scaled_mm_choices(*tuned) if choice != default)
+    extension.tune_scaled_mm(*tuned, other)
+    assert extension.tuned_scaled_mm(*product) == (tuned.m if found else None)
     assert extension.select_scaled_mm(*product, GPU.core_count) == (other if found else default)
 
 
