@@ -1,6 +1,8 @@
 // The arithmetic of the epilogue, shared by all kernels, and its operands as a kernel sees them.
 #pragma once
 
+#include <algorithm>
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -108,6 +110,14 @@ struct EpilogueArgs {
   VectorArg<float> scale_a, scale_b, bias;
   VectorArg<int32_t> azp, azp_adj;
   OutputArg output;
+
+  __device__ void prefetch() const {
+    scale_a.prefetch();
+    scale_b.prefetch();
+    bias.prefetch();
+    azp.prefetch();
+    azp_adj.prefetch();
+  }
 };
 
 inline EpilogueArgs epilogue_args(ScaledMm const& p) {
@@ -118,6 +128,22 @@ inline EpilogueArgs epilogue_args(ScaledMm const& p) {
   // subtracted.
   return {vector(p.scale_a, 1.0f), vector(p.scale_b, 1.0f), vector(p.bias, -0.0f), vector(p.azp, 1), vector(p.azp_adj, 0),
           {p.out_dtype}};
+}
+
+// What the first tiles read of b first, brought into L2 while the kernel before this one ends.
+struct Weights {
+  void const* data;
+  unsigned rows, lines;
+  int64_t row_stride;
+
+  __device__ void prefetch() const { prefetch_l2(data, rows, lines, row_stride); }
+};
+
+// 2 MB, what memory delivers meanwhile: more delays the rest.
+inline Weights weights(ScaledMm const& p, int sm_count) {
+  constexpr int kBytes = 2 << 20, kRowsOfTile = 64;
+  int const rows = std::min(p.n, kRowsOfTile * sm_count);
+  return {p.b, unsigned(rows), unsigned(std::min(kBytes / rows, p.k) / kLine), p.k};
 }
 
 }  // namespace jax_qmm

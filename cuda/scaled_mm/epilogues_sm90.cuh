@@ -15,23 +15,6 @@ namespace jax_qmm::sm90 {
 using namespace cute;
 namespace fusion = cutlass::epilogue::fusion;
 
-// What the first tiles read of b first, brought into L2 while the kernel before this one ends: of all that CUTLASS' kernels
-// do before they wait for it, making the nodes is what is open to us.
-struct Weights {
-  void const* data;
-  unsigned rows, lines;
-  int64_t row_stride;
-
-  __device__ void prefetch() const { prefetch_l2(data, rows, lines, row_stride); }
-};
-
-// 2 MB, what memory delivers meanwhile: more delays the rest.
-inline Weights weights(ScaledMm const& p, int sm_count) {
-  constexpr int kBytes = 2 << 20, kRowsOfTile = 64;
-  int const rows = std::min(p.n, kRowsOfTile * sm_count);
-  return {p.b, unsigned(rows), unsigned(std::min(kBytes / rows, p.k) / kLine), p.k};
-}
-
 // `Ahead`: the vectors are brought by the warp that CUTLASS has for loads of an epilogue. It pays where a tile's end is short;
 // each subtile costs a barrier, and shared memory holds the vectors of two tiles.
 template <DType In, class Bits, bool Swap, bool Ahead, class CtaTile>
@@ -73,16 +56,13 @@ struct Epilogue {
   Params params;
   Vectors* slots;
 
-  // At a kernel's start, before it waits for the one before it; CUTLASS has this compile for the host, too.
+  // Of all that CUTLASS' kernels do before they wait for the one before them, making this is what is open to us. CUTLASS has
+  // it compile for the host, too.
   CUTLASS_HOST_DEVICE Epilogue() {}
   CUTLASS_HOST_DEVICE Epilogue(Params const& params, SharedStorage const& storage)
       : params(params), slots(const_cast<Vectors*>(storage.slots)) {
 #ifdef __CUDA_ARCH__
-    params.scale_a.prefetch();
-    params.scale_b.prefetch();
-    params.bias.prefetch();
-    params.azp.prefetch();
-    params.azp_adj.prefetch();
+    params.prefetch();
     params.weights.prefetch();
 #endif
   }

@@ -14,8 +14,8 @@
 #include "once_per_device.h"
 #include "scaled_mm/gemm_sm90.h"
 #include "scaled_mm/generic.h"
+#include "scaled_mm/one_tile_sm90.h"
 #include "scaled_mm/skinny_sm90.h"
-#include "scaled_mm/split_k_sm90.h"
 
 namespace jax_qmm {
 namespace {
@@ -39,8 +39,9 @@ struct Instance {
   cudaError_t (*prepare)();
   cudaError_t (*launch)(ScaledMm const&, int swizzle, int sm_count, cudaStream_t);
 
-  // How many rows of a a tile has, and how many tiles a cluster along them.
+  // How many rows of a and of b a tile has, and how many tiles a cluster along those of a.
   int rows_of_a() const { return swap ? tile_n : tile_m; }
+  int rows_of_b() const { return swap ? tile_m : tile_n; }
   int tiles_of_a() const { return swap ? cluster_n : cluster_m; }
 };
 
@@ -54,22 +55,23 @@ constexpr Accum kTensorCoreAccum = In == DType::kS8 ? Accum::kFull : Accum::kFas
    Schedule::schedule == Schedule::kBasic ? 2 : 1, 0, 1,                                                   \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,  \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::launch},
-#define SKINNY(cost, in, bytes, max_m, warps, steps, blocks_per_sm)                                              \
-  {cost, DType::in, Accum::kFull, bytes, sm90::kSkinnyRows, max_m, sm90::kSkinnyStep * steps * warps, 1, 1,      \
+#define SKINNY(cost, in, bytes, warps, steps, blocks_per_sm)                                              \
+  {cost, DType::in, Accum::kFull, bytes, sm90::kSkinnyRows, sm90::kSkinnyM, sm90::kSkinnyStep * steps * warps, 1, 1,      \
    Schedule::kSkinny, true, blocks_per_sm, warps, 1,                                                             \
-   JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::prepare,                                       \
-   JAX_QMM_SKINNY(in, bytes, max_m, warps, steps, blocks_per_sm)::launch},
-#define SPLIT_K(cost, in, bytes, columns, split, blocks_per_sm)                                                        \
-  {cost, DType::in, kTensorCoreAccum<DType::in>, bytes, sm90::kSplitRows, columns, sm90::kSplitTileK, 1, 1,            \
-   Schedule::kSplitK, true, blocks_per_sm, 0, split, JAX_QMM_SPLIT_K(in, bytes, columns, split, blocks_per_sm)::prepare, \
-   JAX_QMM_SPLIT_K(in, bytes, columns, split, blocks_per_sm)::launch},
+   JAX_QMM_SKINNY(in, bytes, warps, steps, blocks_per_sm)::prepare,                                       \
+   JAX_QMM_SKINNY(in, bytes, warps, steps, blocks_per_sm)::launch},
+#define ONE_TILE(cost, in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)         \
+  {cost, DType::in, kTensorCoreAccum<DType::in>, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n,                \
+   Schedule::kOneTile, swap, blocks_per_sm, 0, split,                                                                \
+   JAX_QMM_ONE_TILE(in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)::prepare,   \
+   JAX_QMM_ONE_TILE(in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)::launch},
 Instance const kInstances[] = {
 #include "scaled_mm/instances_sm90.def"
 };
 #undef COST
 #undef GEMM
 #undef SKINNY
-#undef SPLIT_K
+#undef ONE_TILE
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -84,14 +86,13 @@ bool tma_aligned(ScaledMm const& p) {
          (address(p.a) | address(p.b) | address(p.out)) % 16 == 0;
 }
 
-// Whether the kernel is for few rows of a, which one of its tiles holds all.
-bool is_for_few_rows(Instance const& i) { return i.schedule == Schedule::kSkinny || i.schedule == Schedule::kSplitK; }
-
 bool serves(Instance const& i, ScaledMm const& p) {
-  int constexpr kMostBatch = 65535;  // a grid's second dimension
+  int constexpr kMostBlocks = 65535;  // of a grid's second or third dimension
   if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype)) return false;
-  if (is_for_few_rows(i) && (p.m > i.tile_n || p.batch > kMostBatch)) return false;
-  return i.schedule == Schedule::kSkinny || i.accum == accum_of(p);
+  if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
+  if (i.accum != accum_of(p)) return false;
+  return i.schedule != Schedule::kOneTile ||
+         ceil_div(p.m, i.rows_of_a()) * ceil_div(p.n, i.rows_of_b()) * p.batch <= kMostBlocks;
 }
 
 // The grid is padded to whole squares of tiles, which costs more than the reuse gains unless it fits.
@@ -104,8 +105,9 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
 
 // Whether the instance's cost was measured on anything like the problem.
 bool suits(Instance const& i, ScaledMm const& p) {
-  if (is_for_few_rows(i)) return true;
-  if (i.schedule == Schedule::kBasic) return p.m <= i.tile_n;
+  if (i.schedule == Schedule::kSkinny) return true;
+  if (i.schedule == Schedule::kBasic || i.split > 1) return p.m <= i.tile_n;
+  if (i.schedule == Schedule::kOneTile && p.m > 512) return false;
   if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would be empty
   if (i.swap) return 4 * p.m <= 9 * i.tile_n;
   return 2 * p.m > i.tile_m && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
@@ -120,8 +122,9 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
                            ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
   int const cluster = i.cluster_m * i.cluster_n * i.split;
-  // The SMs of a cluster are of one GPC, which often has some that make no whole cluster of four.
-  int const sms = cluster > 2 ? sm_count * 10 / 11 : sm_count;
+  // The SMs of a cluster are of one GPC, which often has some that make no whole cluster: of 132, 120 make clusters of 4,
+  // and 102 of 6.
+  int const sms = cluster > 4 ? sm_count * 7 / 9 : cluster > 2 ? sm_count * 10 / 11 : sm_count;
   int const at_once = sms * i.blocks_per_sm / cluster;
   int const missing = i.schedule == Schedule::kSkinny ? 0 : ceil_div(p.m, i.rows_of_a()) * i.rows_of_a() - p.m;
   double const waves = ceil_div(clusters, at_once);
@@ -163,7 +166,7 @@ std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& p) {
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
     if (!tma_aligned(p) || !serves(kInstances[i], p)) continue;
     choices.push_back({i, 1});
-    if (!kInstances[i].swap) choices.push_back({i, 8});
+    if (!kInstances[i].swap && kInstances[i].schedule != Schedule::kOneTile) choices.push_back({i, 8});
   }
   return choices;
 }
@@ -211,12 +214,13 @@ std::string describe_scaled_mm(ScaledMmChoice choice) {
   auto text = [](int number) { return std::to_string(number); };
   std::string const tile = "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k);
   if (i.schedule == Schedule::kSkinny) return tile + " skinny " + text(i.warps) + " warps";
-  if (i.schedule == Schedule::kSplitK) return tile + " split-K " + text(i.split) + " swapped";
   char const* const schedule = i.schedule == Schedule::kPingpong      ? " pingpong"
                                : i.schedule == Schedule::kCooperative ? " cooperative"
+                               : i.schedule == Schedule::kOneTile     ? " one tile"
                                                                       : " basic";
   return tile + " cluster " + text(i.cluster_m) + "x" + text(i.cluster_n) + schedule + (i.swap ? " swapped" : "") +
-         " swizzle " + text(choice.swizzle);
+         (i.split > 1 ? " split-K " + text(i.split) : "") +
+         (i.schedule == Schedule::kOneTile ? "" : " swizzle " + text(choice.swizzle));
 }
 
 cudaError_t prepare_scaled_mm() {

@@ -35,11 +35,11 @@ __device__ uint4 load_once(uint8_t const* p) {
   return v;
 }
 
-template <class Accumulator, class Bits, int MaxM, int Warps, int Steps, int BlocksPerSm>
+template <class Accumulator, class Bits, int Warps, int Steps, int BlocksPerSm>
 __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params p) {
-  constexpr int kRows = kSkinnyRows, kStep = kSkinnyStep, kTurn = kStep * Steps, kColumns = MaxM / 8;
-  static_assert(MaxM % 8 == 0 && kRows * MaxM <= 32 * Warps, "each result needs a thread");
-  __shared__ Accumulator partial[Warps][MaxM][kRows + 2];  // padded: the fragments' stores hit distinct banks
+  constexpr int kRows = kSkinnyRows, kStep = kSkinnyStep, kTurn = kStep * Steps;
+  static_assert(kRows * kSkinnyM <= 32 * Warps, "each result needs a thread");
+  __shared__ Accumulator partial[Warps][kSkinnyM][kRows + 2];  // padded: the fragments' stores hit distinct banks
 
   int const l = blockIdx.y, first = blockIdx.x * kRows;
   unsigned const warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
@@ -49,14 +49,12 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
   };
   uint8_t const* top = row_of(p.b + l * p.b_batch_stride, first + group, p.n);
   uint8_t const* bottom = row_of(p.b + l * p.b_batch_stride, first + 8 + group, p.n);
-  uint8_t const* columns[kColumns];
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) columns[c] = row_of(p.a + l * p.a_batch_stride, 8 * c + group, p.m);
+  uint8_t const* const columns = row_of(p.a + l * p.a_batch_stride, group, p.m);
   asm volatile("" : "+l"(top), "+l"(bottom));  // now, not after the wait
 
   // The result that this thread will write.
   int const row = threadIdx.x % kRows, m = threadIdx.x / kRows, n = first + row;
-  bool const writes = m < p.m && m < MaxM && n < p.n;
+  bool const writes = m < p.m && m < kSkinnyM && n < p.n;
   float scale_a, scale_b, bias;
   int32_t azp, azp_adj;
 
@@ -64,18 +62,15 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
 
-  Accumulator acc[kColumns][4] = {};
+  Accumulator acc[4] = {};
   for (unsigned done = 0; done == 0 || warp * kTurn + done < p.k; done += Warps * kTurn) {
-    uint4 rows[Steps][2] = {}, values[Steps][kColumns] = {};
+    uint4 rows[Steps][2] = {}, values[Steps] = {};
 #pragma unroll
     for (int s = 0; s < Steps; ++s) {
       if (warp * kTurn + done + s * kStep + 16 * member >= p.k) continue;
       rows[s][0] = load_once(top + done + s * kStep);
       rows[s][1] = load_once(bottom + done + s * kStep);
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        if (8 * c + group < p.m) values[s][c] = load(columns[c] + done + s * kStep);
-      }
+      if (group < p.m) values[s] = load(columns + done + s * kStep);
     }
     if (done == 0 && writes) {  // so that they come with the first loads
       scale_a = p.epilogue.scale_a.load(l, m);
@@ -89,18 +84,12 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
       // A fragment's K is any 32 bytes, as long as they are the same of both operands.
       uint4 const upper = rows[s][0], lower = rows[s][1];
       uint32_t const low[4] = {upper.x, lower.x, upper.y, lower.y}, high[4] = {upper.z, lower.z, upper.w, lower.w};
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        mma(acc[c], low, {values[s][c].x, values[s][c].y});
-        mma(acc[c], high, {values[s][c].z, values[s][c].w});
-      }
+      mma(acc, low, {values[s].x, values[s].y});
+      mma(acc, high, {values[s].z, values[s].w});
     }
   }
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) partial[warp][8 * c + 2 * member + i % 2][8 * (i / 2) + group] = acc[c][i];
-  }
+  for (int i = 0; i < 4; ++i) partial[warp][2 * member + i % 2][8 * (i / 2) + group] = acc[i];
   __syncthreads();
   if (!writes) return;
   Accumulator sum = 0;
@@ -111,21 +100,20 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
   *out = p.epilogue.output.template round_one<Bits>(value, sum);
 }
 
-template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
+template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
 constexpr auto* kKernel = skinny_kernel<std::conditional_t<In == DType::kS8, int32_t, float>,
-                                        std::conditional_t<OutBytes == 2, uint16_t, uint32_t>, MaxM, Warps, Steps,
-                                        BlocksPerSm>;
+                                        std::conditional_t<OutBytes == 2, uint16_t, uint32_t>, Warps, Steps, BlocksPerSm>;
 
 }  // namespace
 
-template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
-cudaError_t Skinny<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::prepare() {
+template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
+cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::prepare() {
   cudaFuncAttributes attributes;  // asking loads the kernel
-  return cudaFuncGetAttributes(&attributes, kKernel<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>);
+  return cudaFuncGetAttributes(&attributes, kKernel<In, OutBytes, Warps, Steps, BlocksPerSm>);
 }
 
-template <DType In, int OutBytes, int MaxM, int Warps, int Steps, int BlocksPerSm>
-cudaError_t Skinny<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::launch(ScaledMm const& p, int, int,
+template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
+cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::launch(ScaledMm const& p, int, int,
                                                                           cudaStream_t stream) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -137,13 +125,13 @@ cudaError_t Skinny<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>::launch(Scaled
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(
-      &config, kKernel<In, OutBytes, MaxM, Warps, Steps, BlocksPerSm>,
+      &config, kKernel<In, OutBytes, Warps, Steps, BlocksPerSm>,
       Params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, unsigned(p.k), p.a_batch_stride,
              p.b_batch_stride, p.out_batch_stride, epilogue_args(p)});
 }
 
 #define GEMM(...)
-#define SPLIT_K(...)
+#define ONE_TILE(...)
 #define SKINNY(cost, ...) template struct JAX_QMM_SKINNY(__VA_ARGS__);
 #include "scaled_mm/instances_sm90.def"
 

@@ -1,0 +1,329 @@
+// Products that one wave of tiles covers: each block has one tile, or a part of its K, and ends. Without a next tile to go
+// on with, all shared memory is stages, and what the blocks of a cluster have added up passes through the same memory: each
+// sums some rows of the tile from all parts, in a fixed order. One warp loads, by TMA, and warpgroups multiply; small blocks
+// share an SM, so that one reads while another ends.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#include "scaled_mm/one_tile_sm90.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cute/arch/cluster_sm90.hpp"
+#include "cute/arch/mma_sm90.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+
+#include "scaled_mm/epilogue.cuh"
+#include "scaled_mm/gemm_sm90.h"
+
+namespace jax_qmm::sm90 {
+namespace {
+
+using namespace cute;
+
+struct Params {
+  void* out;
+  int m, n, k, batch;
+  int64_t out_batch_stride;
+  EpilogueArgs epilogue;
+  Weights weights;
+};
+
+// X is the operand whose rows are the tensor cores' M, Y the other.
+template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
+          bool Swap>
+struct Types {
+  using Element = conditional_t<In == DType::kS8, int8_t, cutlass::float_e4m3_t>;
+  using Accumulator = conditional_t<In == DType::kS8, int32_t, float>;
+  using Bits = conditional_t<OutBytes == 2, uint16_t, uint32_t>;
+  using Mma = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, Accumulator, Shape<_64, Int<TileY>, Int<TileK>>>(),
+                                      Layout<Shape<Int<TileX / 64>, _1, _1>>{}));
+  static constexpr int kX = TileX, kY = TileY, kTileK = TileK, kClusterX = ClusterX, kClusterY = ClusterY, kSplit = Split;
+  static constexpr bool kSwap = Swap;
+  static constexpr int kM = Swap ? TileY : TileX, kN = Swap ? TileX : TileY;
+  static constexpr int kMathThreads = size(Mma{}), kThreads = kMathThreads + 64;
+  static constexpr int kCluster = ClusterX * ClusterY * Split;
+  static constexpr int kShare = (kM + Split - 1) / Split;  // of the rows, that one block adds up
+  static constexpr int kSenders = ClusterX + ClusterY - 1;  // blocks whose loads reach this one, itself included
+
+  static constexpr int kMostStages = 32;
+  struct Shared {
+    alignas(16) float scale_b[kN];
+    alignas(16) float bias[kN];
+    alignas(16) int32_t azp_adj[kN];
+    float scale_a[kM];
+    int32_t azp[kM];
+    uint64_t full[kMostStages], empty[kMostStages];
+  };
+  // In place of the stages when all are multiplied; padded, so that the fragments' stores hit distinct banks.
+  using Partial = Accumulator[Split * kShare][kN + (Swap ? 4 : 8)];
+
+  static constexpr int kFixed = sizeof(Shared), kStage = (TileX + TileY) * TileK;
+  // Of the 228 KB of an SM, each block takes one more than it asks for.
+  static constexpr int kStages = std::min((228 * 1024 / BlocksPerSm - 1024 - kFixed) / kStage, kMostStages);
+  static constexpr int kSharedMemory = kStages * kStage + kFixed;
+  static_assert(kStages >= 2, "a stage is free again when the next one's products are under way");
+  static_assert(sizeof(Partial) <= kStages * kStage);
+
+  template <int Rows>
+  using Tile = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<Rows>, Int<TileK>>{}));
+  template <int Rows>
+  using Stages = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
+                                        Shape<Int<Rows>, Int<TileK>, Int<kStages>>{}));
+  template <int Rows, int Receivers>
+  static auto load(void const* data, int rows, int k, int batch, int64_t batch_stride) {
+    using Copy = conditional_t<Receivers == 1, SM90_TMA_LOAD, SM90_TMA_LOAD_MULTICAST>;
+    auto const matrix = make_tensor(make_gmem_ptr(static_cast<Element const*>(data)), make_shape(rows, k, batch),
+                                    make_stride(int64_t(k), _1{}, batch_stride));
+    return make_tma_copy(Copy{}, matrix, Tile<Rows>{}, Shape<Int<Rows>, Int<TileK>>{}, Int<Receivers>{});
+  }
+  using LoadX = decltype(load<TileX, ClusterY>(nullptr, 0, 0, 0, 0));
+  using LoadY = decltype(load<TileY, ClusterX>(nullptr, 0, 0, 0, 0));
+};
+
+template <bool OfCluster>
+__device__ void sync_blocks() {
+  if constexpr (OfCluster) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads)
+    one_tile_kernel(Params const p, CUTE_GRID_CONSTANT typename T::LoadX const load_x,
+                    CUTE_GRID_CONSTANT typename T::LoadY const load_y) {
+  using Element = typename T::Element;
+  using Accumulator = typename T::Accumulator;
+  using Bits = typename T::Bits;
+  using Full = cutlass::arch::ClusterTransactionBarrier;
+  using Empty = cutlass::arch::ClusterBarrier;
+  constexpr int kX = T::kX, kY = T::kY, kTileK = T::kTileK, kM = T::kM, kN = T::kN, kSplit = T::kSplit, kShare = T::kShare;
+  constexpr int kClusterX = T::kClusterX, kClusterY = T::kClusterY, kStages = T::kStages, kMathThreads = T::kMathThreads;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  uint8_t* const memory_y = memory + kStages * kX * kTileK;
+  auto& smem = *reinterpret_cast<typename T::Shared*>(memory + kStages * T::kStage);
+  auto& partial = *reinterpret_cast<typename T::Partial*>(memory);
+  Tensor stages_x = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(memory)), typename T::template Stages<kX>{});
+  Tensor stages_y = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(memory_y)), typename T::template Stages<kY>{});
+
+  // The blocks of a cluster: parts of K first, then tiles along X, then along Y.
+  int const part = blockIdx.x % kSplit, x = blockIdx.x / kSplit, y = blockIdx.y, l = blockIdx.z;
+  int const in_x = x % kClusterX, in_y = y % kClusterY;
+  auto const rank = [&](int part, int in_x, int in_y) { return part + kSplit * (in_x + kClusterX * in_y); };
+  int const k_tiles = (p.k + kTileK - 1) / kTileK;
+  int const begin = k_tiles * part / kSplit, end = k_tiles * (part + 1) / kSplit;
+  int const first_m = kM * (T::kSwap ? y : x), first_n = kN * (T::kSwap ? x : y);
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  bool const multiplies = warp < kMathThreads / 32;
+
+  // By the time the kernel before this one is done, what the first loads read is in L2.
+  p.epilogue.prefetch();
+  p.weights.prefetch();
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      Full::init(&smem.full[s], 1);
+      Empty::init(&smem.empty[s], T::kSenders * kMathThreads / 32);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  sync_blocks<(T::kSenders > 1)>();
+  // The next kernel may start, and wait for this one's results as this one does for those before it.
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  typename T::Mma mma;
+  auto thread = mma.get_slice(threadIdx.x % kMathThreads);
+  Tensor acc = partition_fragment_C(mma, Shape<Int<kX>, Int<kY>>{});
+  if (warp == kMathThreads / 32) {
+    if (elect_one_sync()) {
+      prefetch_tma_descriptor(load_x.get_tma_descriptor());
+      prefetch_tma_descriptor(load_y.get_tma_descriptor());
+      Tensor all_x = load_x.get_tma_tensor(make_shape(T::kSwap ? p.n : p.m, p.k, p.batch));
+      Tensor all_y = load_y.get_tma_tensor(make_shape(T::kSwap ? p.m : p.n, p.k, p.batch));
+      Tensor tiles_x = local_tile(all_x, Shape<Int<kX>, Int<kTileK>>{}, make_coord(x, _, l));
+      Tensor tiles_y = local_tile(all_y, Shape<Int<kY>, Int<kTileK>>{}, make_coord(y, _, l));
+      auto const slice_x = load_x.get_slice(in_y);
+      auto const slice_y = load_y.get_slice(in_x);
+      Tensor from_x = slice_x.partition_S(tiles_x);
+      Tensor from_y = slice_y.partition_S(tiles_y);
+      Tensor to_x = slice_x.partition_D(stages_x);
+      Tensor to_y = slice_y.partition_D(stages_y);
+      uint16_t to_blocks_x = 0, to_blocks_y = 0;
+      if constexpr (kClusterY > 1) {
+        for (int j = 0; j < kClusterY; ++j) to_blocks_x |= 1 << rank(part, in_x, j);
+      }
+      if constexpr (kClusterX > 1) {
+        for (int i = 0; i < kClusterX; ++i) to_blocks_y |= 1 << rank(part, i, in_y);
+      }
+      // Of b, each part is read once unless there are more tiles of a than a cluster has, or overlapping ones.
+      auto const last = TMA::CacheHintSm90::EVICT_LAST;
+      bool const once = gridDim.z == 1 && (T::kSwap ? gridDim.y == kClusterY : gridDim.x == kClusterX * kSplit);
+      auto const hint_b = once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_NORMAL;
+      auto const hint_x = T::kSwap ? hint_b : last, hint_y = T::kSwap ? last : hint_b;
+      cudaGridDependencySynchronize();
+      for (int i = begin, stage = 0, turn = 0; i < end; ++i) {
+        if (turn > 0) Empty::wait(&smem.empty[stage], (turn - 1) & 1);
+        Full::arrive_and_expect_tx(&smem.full[stage], T::kStage);
+        copy(load_x.with(smem.full[stage], to_blocks_x, hint_x), from_x(_, _, _, i), to_x(_, _, _, stage));
+        copy(load_y.with(smem.full[stage], to_blocks_y, hint_y), from_y(_, _, _, i), to_y(_, _, _, stage));
+        if (++stage == kStages) stage = 0, ++turn;
+      }
+    }
+    __syncwarp();
+  } else if (warp > kMathThreads / 32) {
+    cudaGridDependencySynchronize();
+    auto const bring = [&](auto& to, auto const& from, int first, int end) {
+      constexpr int kSize = sizeof(to) / sizeof(to[0]);
+#pragma unroll
+      for (int i = lane; i < kSize; i += 32) {
+        if (first + i < end) to[i] = from.load(l, first + i);
+      }
+    };
+    bring(smem.scale_a, p.epilogue.scale_a, first_m, p.m);
+    bring(smem.scale_b, p.epilogue.scale_b, first_n, p.n);
+    bring(smem.bias, p.epilogue.bias, first_n, p.n);
+    if constexpr (std::is_same_v<Element, int8_t>) {
+      bring(smem.azp, p.epilogue.azp, first_m, p.m);
+      bring(smem.azp_adj, p.epilogue.azp_adj, first_n, p.n);
+    }
+  } else {
+    Tensor fragments_x = thread.make_fragment_A(thread.partition_A(stages_x));
+    Tensor fragments_y = thread.make_fragment_B(thread.partition_B(stages_y));
+    clear(acc);
+    int const sender = lane < kClusterX ? rank(part, lane, in_y) : rank(part, in_x, (in_y + lane - kClusterX + 1) % kClusterY);
+    auto const release = [&](int stage) {
+      if constexpr (T::kSenders > 1) {
+        if (lane < T::kSenders) Empty::arrive(&smem.empty[stage], sender, true);
+      } else {
+        if (elect_one_sync()) Empty::arrive(&smem.empty[stage]);
+      }
+    };
+    warpgroup_fence_operand(acc);
+    int stage = 0, phase = 0, before = -1;
+    for (int i = begin; i < end; ++i) {
+      Full::wait(&smem.full[stage], phase);
+      warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < size<2>(fragments_x); ++k) gemm(mma, fragments_x(_, _, k, stage), fragments_y(_, _, k, stage), acc);
+      warpgroup_commit_batch();
+      warpgroup_wait<1>();
+      if (before >= 0) release(before);
+      before = stage;
+      if (++stage == kStages) stage = 0, phase ^= 1;
+    }
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(acc);
+  }
+
+  // All stages of the cluster's blocks are multiplied, and nothing arrives here any more.
+  sync_blocks<(T::kCluster > 1)>();
+  auto const give = [&](int m, int n, auto value) {
+    auto* to = reinterpret_cast<decltype(value)*>(&partial[part * kShare + m % kShare][n]);
+    if constexpr (kSplit > 1) to = static_cast<decltype(value)*>(__cluster_map_shared_rank(to, rank(m / kShare, in_x, in_y)));
+    *to = value;
+  };
+  Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kX>, Int<kY>>{}));
+  if (multiplies) {
+#pragma unroll
+    for (int i = 0; i < size(acc); i += 2) {
+      int const row = get<0>(places(i)), column = get<1>(places(i));
+      if constexpr (T::kSwap) {
+        give(column, row, acc(i));
+        give(column + 1, row, acc(i + 1));
+      } else {
+        struct alignas(2 * sizeof(Accumulator)) Two {
+          Accumulator of[2];
+        };
+        give(row, column, Two{acc(i), acc(i + 1)});
+      }
+    }
+  }
+  sync_blocks<(kSplit > 1)>();
+  if (!multiplies) return;
+
+  // Each thread has some columns, whose scales it keeps, of each of some rows.
+  constexpr int kEach = 4, kAcross = kN / kEach, kDown = kMathThreads / kAcross;
+  auto const some = [](auto const* from) {
+    struct alignas(kEach * sizeof(*from)) Some {
+      remove_cvref_t<decltype(*from)> of[kEach];
+      __device__ auto operator[](int i) const { return of[i]; }
+    };
+    return *reinterpret_cast<Some const*>(from);
+  };
+  int const column = threadIdx.x % kAcross * kEach, first_row = part * kShare;
+  int const rows = min(min(kShare, kM - first_row), p.m - first_m - first_row);
+  if (threadIdx.x >= kAcross * kDown || first_n + column >= p.n) return;
+  auto const scale_b = some(&smem.scale_b[column]), bias = some(&smem.bias[column]);
+  auto const azp_adj = some(&smem.azp_adj[column]);
+  auto* const out = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + first_n + column;
+#pragma unroll 4
+  for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
+    auto sums = some(&partial[row][column]);
+#pragma unroll
+    for (int other = 1; other < kSplit; ++other) {
+      auto const more = some(&partial[other * kShare + row][column]);
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) sums.of[j] += more.of[j];
+    }
+    float const scale_a = smem.scale_a[first_row + row];
+    int32_t const azp = smem.azp[first_row + row];
+    float values[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      values[j] = combine(subtract_zero_point(sums[j], azp, azp_adj[j]), scale_a, scale_b[j], bias[j]);
+    }
+    struct alignas(kEach * sizeof(Bits)) Out {
+      Bits of[kEach];
+      __device__ Bits& operator[](int i) { return of[i]; }
+    };
+    *reinterpret_cast<Out*>(out + int64_t(row) * p.n) = p.epilogue.output.template round<Bits, Out, kEach>(values, sums);
+  }
+}
+
+}  // namespace
+
+template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
+          bool Swap>
+cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::prepare() {
+  using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
+  return cudaFuncSetAttribute(one_tile_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedMemory);
+}
+
+template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
+          bool Swap>
+cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::launch(
+    ScaledMm const& problem, int, int sm_count, cudaStream_t stream) {
+  using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
+  ScaledMm const p = overlap_tiles(problem, Swap ? TileY * ClusterY : TileX * ClusterX);
+  auto const tiles = [](int rows, int tile, int cluster) {
+    return unsigned(rows + tile * cluster - 1) / (tile * cluster) * cluster;  // whole clusters
+  };
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {Split * ClusterX, ClusterY, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(tiles(Swap ? p.n : p.m, TileX, ClusterX) * Split, tiles(Swap ? p.m : p.n, TileY, ClusterY), p.batch);
+  config.blockDim = dim3(T::kThreads);
+  config.dynamicSmemBytes = T::kSharedMemory;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  auto const load_a = T::template load<T::kM, Swap ? ClusterX : ClusterY>(p.a, p.m, p.k, p.batch, p.a_batch_stride);
+  auto const load_b = T::template load<T::kN, Swap ? ClusterY : ClusterX>(p.b, p.n, p.k, p.batch, p.b_batch_stride);
+  Params const params{p.out, p.m, p.n, p.k, p.batch, p.out_batch_stride, epilogue_args(p), weights(p, sm_count)};
+  if constexpr (Swap) {
+    return cudaLaunchKernelEx(&config, one_tile_kernel<T>, params, load_b, load_a);
+  } else {
+    return cudaLaunchKernelEx(&config, one_tile_kernel<T>, params, load_a, load_b);
+  }
+}
+
+#define GEMM(...)
+#define SKINNY(...)
+#define ONE_TILE(cost, ...) template struct JAX_QMM_ONE_TILE(__VA_ARGS__);
+#include "scaled_mm/instances_sm90.def"
+
+}  // namespace jax_qmm::sm90

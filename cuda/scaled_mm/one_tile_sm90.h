@@ -1,0 +1,20 @@
+// The kernel whose blocks compute one tile each, or a part of its K, defined in one_tile_sm90.cu.
+#pragma once
+
+#include "scaled_mm/scaled_mm.h"
+
+namespace jax_qmm::sm90 {
+
+template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
+          bool Swap>
+struct OneTile {
+  static cudaError_t prepare();
+  static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, cudaStream_t stream);
+};
+
+}  // namespace jax_qmm::sm90
+
+// The kernel of one ONE_TILE line of instances_sm90.def.
+#define JAX_QMM_ONE_TILE(in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)  \
+  ::jax_qmm::sm90::OneTile<::jax_qmm::DType::in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split,     \
+                           blocks_per_sm, swap>
