@@ -109,7 +109,7 @@ bool suits(Instance const& i, ScaledMm const& p) {
   if (i.schedule == Schedule::kBasic || i.split > 1) return p.m <= i.tile_n;
   if (i.schedule == Schedule::kOneTile && p.m > 512) return false;
   if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would be empty
-  if (i.swap) return 4 * p.m <= 9 * i.tile_n;
+  if (i.swap) return p.m <= 3 * i.tile_n;
   return 2 * p.m > i.tile_m && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
 }
 
