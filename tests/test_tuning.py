@@ -198,6 +198,18 @@ def test_the_packages_files_are_of_kernels_that_there_are(extension, packaged):
     assert len(tuning.load(packaged, extension, gpu)) == len(content["products"]) > 0
 
 
+@pytest.mark.parametrize(("n", "k", "batch"), [(4096, 4096, 1), (57344, 8192, 1), (128, 64, 3), (4096, 4096, 1024)])
+@pytest.mark.parametrize(("dtype", "out_dtype", "fast_accum"), [
+    ("int8", "bfloat16", False), ("int8", "int32", False), ("float8_e4m3fn", "float16", True),
+    ("float8_e4m3fn", "float32", True), ("float8_e4m3fn", "bfloat16", False), ("float8_e4m3fn", "float32", False),
+])
+def test_aligned_products_get_a_kernel_made_for_hopper(extension, dtype, out_dtype, fast_accum, n, k, batch):
+    """Not the one for any alignment, which is slower."""
+    for m in (*range(1, 600), 4096, 100_000):
+        choice = extension.select_scaled_mm(m, n, k, batch, dtype, out_dtype, fast_accum, GPU.core_count)
+        assert extension.describe_scaled_mm(choice).startswith("sm90"), m
+
+
 @pytest.mark.parametrize(("tuned", "fields", "found"), [
     (INT8, {}, True), (INT8, {"m": 13}, True), (INT8, {"m": 12}, False), (INT8, {"m": 17}, False),
     (INT8, {"out_dtype": "float16"}, True), (INT8, {"out_dtype": "float32"}, False), (INT8, {"n": 64}, False),

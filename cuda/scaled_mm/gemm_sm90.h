@@ -14,12 +14,12 @@ enum class Schedule { kPingpong, kCooperative, kBasic, kSkinny, kOneTile };
 // fills missing rows with zeros more slowly than it reads rows, which shows from 16 of them on. Rows in two tiles are
 // computed twice, alike. A tile still lacks up to tiles - 2 rows. Not where b does not stay in L2, as each tile of rows reads
 // it again.
-inline ScaledMm overlap_tiles(ScaledMm p, int rows_of_tile) {
+inline ScaledMm overlap_tiles(ScaledMm p, int rows_of_cluster) {
   int constexpr kMostTiles = 4, kFewRows = 16, kBytesInL2 = 32 << 20;
-  int const tiles = (p.m + rows_of_tile - 1) / rows_of_tile;
-  if (p.batch > 1 || tiles < 2 || tiles > kMostTiles || tiles * rows_of_tile - p.m < kFewRows) return p;
+  int const tiles = (p.m + rows_of_cluster - 1) / rows_of_cluster;
+  if (p.batch > 1 || tiles < 2 || tiles > kMostTiles || tiles * rows_of_cluster - p.m < kFewRows) return p;
   if (int64_t(p.n) * p.k > kBytesInL2) return p;
-  int const step = (p.m - rows_of_tile + tiles - 2) / (tiles - 1);
+  int const step = (p.m - rows_of_cluster + tiles - 2) / (tiles - 1);
   p.batch = tiles;
   p.m -= (tiles - 1) * step;
   p.a_batch_stride = int64_t(step) * p.k;

@@ -64,6 +64,7 @@ struct Types {
   static constexpr int kSharedMemory = kStages * kStage + kFixed;
   static_assert(kStages >= 2, "a stage is free again when the next one's products are under way");
   static_assert(sizeof(Partial) <= kStages * kStage);
+  static_assert(TileX % ClusterY == 0 && TileY % ClusterX == 0, "each block of a cluster loads as much");
 
   template <int Rows>
   using Tile = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<Rows>, Int<TileK>>{}));
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(T::kThreads)
       if constexpr (kClusterX > 1) {
         for (int i = 0; i < kClusterX; ++i) to_blocks_y |= 1 << rank(part, i, in_y);
       }
-      // Of b, each part is read once unless there are more tiles of a than a cluster has, or overlapping ones.
+      // Of b, each part is read once unless there are more tiles of a than a cluster has, or a batch, which may share it.
       auto const last = TMA::CacheHintSm90::EVICT_LAST;
       bool const once = gridDim.z == 1 && (T::kSwap ? gridDim.y == kClusterY : gridDim.x == kClusterX * kSplit);
       auto const hint_b = once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_NORMAL;
@@ -242,7 +243,8 @@ __global__ void __launch_bounds__(T::kThreads)
   sync_blocks<(kSplit > 1)>();
   if (!multiplies) return;
 
-  // Each thread has some columns, whose scales it keeps, of each of some rows.
+  // Each thread has some columns, whose scales it keeps, of each of some rows. All are in the matrix or none: TMA takes only
+  // rows of whole 16 bytes.
   constexpr int kEach = 4, kAcross = kN / kEach, kDown = kMathThreads / kAcross;
   auto const some = [](auto const* from) {
     struct alignas(kEach * sizeof(*from)) Some {

@@ -39,9 +39,8 @@ struct Instance {
   cudaError_t (*prepare)();
   cudaError_t (*launch)(ScaledMm const&, int swizzle, int sm_count, cudaStream_t);
 
-  // How many rows of a and of b a tile has, and how many tiles a cluster along those of a.
+  // How many rows of a a tile has, and how many tiles a cluster along them.
   int rows_of_a() const { return swap ? tile_n : tile_m; }
-  int rows_of_b() const { return swap ? tile_m : tile_n; }
   int tiles_of_a() const { return swap ? cluster_n : cluster_m; }
 };
 
@@ -86,13 +85,19 @@ bool tma_aligned(ScaledMm const& p) {
          (address(p.a) | address(p.b) | address(p.out)) % 16 == 0;
 }
 
+// Of tiles, or of the one tile that the blocks of a cluster share.
+int64_t count_clusters(Instance const& i, ScaledMm const& p) {
+  int const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
+  return ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) * ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
+}
+
 bool serves(Instance const& i, ScaledMm const& p) {
   int constexpr kMostBlocks = 65535;  // of a grid's second or third dimension
   if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype)) return false;
   if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
   if (i.accum != accum_of(p)) return false;
-  return i.schedule != Schedule::kOneTile ||
-         ceil_div(p.m, i.rows_of_a()) * ceil_div(p.n, i.rows_of_b()) * p.batch <= kMostBlocks;
+  bool const persistent = i.schedule == Schedule::kPingpong || i.schedule == Schedule::kCooperative;
+  return persistent || count_clusters(i, p) * i.cluster_m * i.cluster_n <= kMostBlocks;
 }
 
 // The grid is padded to whole squares of tiles, which costs more than the reuse gains unless it fits.
@@ -118,14 +123,12 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   double constexpr kMissingByte = 14e-6;  // of a tile's rows of a, which TMA fills with zeros
   double constexpr kAlone = 0.7;          // of a K tile's time, where each block has two SMs' way to memory for itself
   ScaledMm const p = sm90::overlap_tiles(problem, i.rows_of_a() * i.tiles_of_a());
-  int64_t const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
-  int64_t const clusters = ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) *
-                           ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
+  int64_t const clusters = count_clusters(i, p);
   int const cluster = i.cluster_m * i.cluster_n * i.split;
   // The SMs of a cluster are of one GPC, which often has some that make no whole cluster: of 132, 120 make clusters of 4,
   // and 102 of 6.
   int const sms = cluster > 4 ? sm_count * 7 / 9 : cluster > 2 ? sm_count * 10 / 11 : sm_count;
-  int const at_once = sms * i.blocks_per_sm / cluster;
+  int const at_once = std::max(1, sms * i.blocks_per_sm / cluster);
   int const missing = i.schedule == Schedule::kSkinny ? 0 : ceil_div(p.m, i.rows_of_a()) * i.rows_of_a() - p.m;
   double const waves = ceil_div(clusters, at_once);
   double const zeros = kMissingByte * missing * i.tile_k / waves;  // one wave has the last rows
@@ -175,13 +178,14 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   ScaledMmChoice best{-1, 1};
   if (auto const tuned = find_tuned(p)) return tuned->second;
   if (!tma_aligned(p)) return best;
-  double best_time = 0;
+  // What suits goes before all else that serves.
+  std::pair<bool, double> best_cost;
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
-    if (!serves(kInstances[i], p) || !suits(kInstances[i], p)) continue;
-    double const time = predict(kInstances[i], p, sm_count);
-    if (best.instance < 0 || time < best_time) {
+    if (!serves(kInstances[i], p)) continue;
+    std::pair const cost(!suits(kInstances[i], p), predict(kInstances[i], p, sm_count));
+    if (best.instance < 0 || cost < best_cost) {
       best = {i, swizzle_for(kInstances[i], p)};
-      best_time = time;
+      best_cost = cost;
     }
   }
   return best;
