@@ -54,10 +54,10 @@ constexpr Accum kTensorCoreAccum = In == DType::kS8 ? Accum::kFull : Accum::kFas
    Schedule::schedule == Schedule::kBasic ? 2 : 1, 0, 1,                                                   \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,  \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::launch},
-#define SKINNY(cost, in, bytes, warps, steps, blocks_per_sm)                                              \
-  {cost, DType::in, Accum::kFull, bytes, sm90::kSkinnyRows, sm90::kSkinnyM, sm90::kSkinnyStep * steps * warps, 1, 1,      \
-   Schedule::kSkinny, true, blocks_per_sm, warps, 1,                                                             \
-   JAX_QMM_SKINNY(in, bytes, warps, steps, blocks_per_sm)::prepare,                                       \
+#define SKINNY(cost, in, bytes, warps, steps, blocks_per_sm)                                                          \
+  {cost, DType::in, Accum::kFull, bytes, sm90::kSkinnyRows, sm90::kSkinnyM, sm90::kSkinnyStep * steps * warps, 1, 1, \
+   Schedule::kSkinny, true, blocks_per_sm, warps, 1,                                                                 \
+   JAX_QMM_SKINNY(in, bytes, warps, steps, blocks_per_sm)::prepare,                                                  \
    JAX_QMM_SKINNY(in, bytes, warps, steps, blocks_per_sm)::launch},
 #define ONE_TILE(cost, in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)         \
   {cost, DType::in, kTensorCoreAccum<DType::in>, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n,                \
@@ -178,15 +178,17 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   ScaledMmChoice best{-1, 1};
   if (auto const tuned = find_tuned(p)) return tuned->second;
   if (!tma_aligned(p)) return best;
-  // What suits goes before all else that serves.
-  std::pair<bool, double> best_cost;
-  for (int i = 0; i < int(std::size(kInstances)); ++i) {
-    if (!serves(kInstances[i], p)) continue;
-    std::pair const cost(!suits(kInstances[i], p), predict(kInstances[i], p, sm_count));
-    if (best.instance < 0 || cost < best_cost) {
-      best = {i, swizzle_for(kInstances[i], p)};
-      best_cost = cost;
+  double best_time = 0;
+  for (bool const all_that_serve : {false, true}) {  // where none suits
+    for (int i = 0; i < int(std::size(kInstances)); ++i) {
+      if (!serves(kInstances[i], p) || !(all_that_serve || suits(kInstances[i], p))) continue;
+      double const time = predict(kInstances[i], p, sm_count);
+      if (best.instance < 0 || time < best_time) {
+        best = {i, swizzle_for(kInstances[i], p)};
+        best_time = time;
+      }
     }
+    if (best.instance >= 0) break;
   }
   return best;
 }

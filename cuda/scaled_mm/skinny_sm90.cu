@@ -113,8 +113,7 @@ cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::prepare() {
 }
 
 template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
-cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::launch(ScaledMm const& p, int, int,
-                                                                          cudaStream_t stream) {
+cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::launch(ScaledMm const& p, int, int, cudaStream_t stream) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
