@@ -77,7 +77,9 @@ ffi::Error execute(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi:
   JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device),
                                      "cudaDeviceGetAttribute"));
   ScaledMmChoice const choice = select_scaled_mm(problem, sm_count);
-  return cuda_error(launch_scaled_mm(problem, choice, sm_count, stream), describe_scaled_mm(choice).c_str());
+  cudaError_t const error = launch_scaled_mm(problem, choice, sm_count, stream);
+  if (error == cudaSuccess) return ffi::Error::Success();  // before a kernel is put into words
+  return cuda_error(error, describe_scaled_mm(choice).c_str());
 }
 
 ffi::Error initialize() { return cuda_error(prepare_scaled_mm(), "preparing the scaled_mm kernels"); }

@@ -12,12 +12,12 @@ namespace jax_qmm {
 
 constexpr int kLine = 128;  // bytes of the L2 cache
 
-// Brings the first lines of each row into L2, the whole grid together. Legal before the kernel that writes them is done:
-// L2 is where all SMs see each other's writes.
-__device__ inline void prefetch_l2(void const* data, unsigned rows, unsigned lines, int64_t row_stride) {
+// Brings the first lines of each row into L2, the first `threads` of all blocks together. Legal before the kernel that
+// writes them is done: L2 is where all SMs see each other's writes.
+__device__ inline void prefetch_l2(void const* data, unsigned rows, unsigned lines, int64_t row_stride, unsigned threads) {
   unsigned const block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-  unsigned const threads = gridDim.x * gridDim.y * gridDim.z * blockDim.x;
-  for (unsigned i = block * blockDim.x + threadIdx.x; i < rows * lines; i += threads) {
+  unsigned const all = max(gridDim.x * gridDim.y * gridDim.z * threads, 1u);  // that of a huge grid wraps
+  for (unsigned i = block * threads + threadIdx.x; i < rows * lines; i += all) {
     char const* const row = static_cast<char const*>(data) + i / lines * row_stride;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i % lines * kLine));
   }
@@ -32,7 +32,7 @@ struct VectorArg {
   T absent;
 
   // So that the epilogue doesn't wait for memory at a kernel's end.
-  __device__ void prefetch() const { prefetch_l2(data, (bytes + kLine - 1) / kLine, 1, kLine); }
+  __device__ void prefetch(unsigned threads) const { prefetch_l2(data, (bytes + kLine - 1) / kLine, 1, kLine, threads); }
 
   // Calls `use` with a pointer to what the data are, unless they are absent.
   template <class Use>
@@ -56,7 +56,12 @@ struct VectorArg {
   }
 };
 
-// Unsigned, because overflow is defined there: only the sum itself must fit int32, not what it is made of.
+// Unsigned, because overflow is defined there: only the whole sum must fit int32, not what it is made of.
+__device__ inline int32_t add(int32_t a, int32_t b) {
+  return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+}
+__device__ inline float add(float a, float b) { return a + b; }
+
 __device__ inline float subtract_zero_point(int32_t acc, int32_t azp, int32_t azp_adj) {
   return static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(acc) -
                                                  static_cast<uint32_t>(azp) * static_cast<uint32_t>(azp_adj)));
@@ -111,12 +116,12 @@ struct EpilogueArgs {
   VectorArg<int32_t> azp, azp_adj;
   OutputArg output;
 
-  __device__ void prefetch() const {
-    scale_a.prefetch();
-    scale_b.prefetch();
-    bias.prefetch();
-    azp.prefetch();
-    azp_adj.prefetch();
+  __device__ void prefetch(unsigned threads) const {
+    scale_a.prefetch(threads);
+    scale_b.prefetch(threads);
+    bias.prefetch(threads);
+    azp.prefetch(threads);
+    azp_adj.prefetch(threads);
   }
 };
 
@@ -136,7 +141,7 @@ struct Weights {
   unsigned rows, lines;
   int64_t row_stride;
 
-  __device__ void prefetch() const { prefetch_l2(data, rows, lines, row_stride); }
+  __device__ void prefetch(unsigned threads) const { prefetch_l2(data, rows, lines, row_stride, threads); }
 };
 
 // 2 MB, what memory delivers meanwhile: more delays the rest.

@@ -62,8 +62,8 @@ struct Epilogue {
   CUTLASS_HOST_DEVICE Epilogue(Params const& params, SharedStorage const& storage)
       : params(params), slots(const_cast<Vectors*>(storage.slots)) {
 #ifdef __CUDA_ARCH__
-    params.prefetch();
-    params.weights.prefetch();
+    params.prefetch(blockDim.x);
+    params.weights.prefetch(blockDim.x);
 #endif
   }
 

@@ -20,7 +20,7 @@ template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, 
           Schedule schedule, bool Swap>
 struct GemmTypes {
   static constexpr bool kInt8 = In == DType::kS8;
-  static constexpr bool kPingpong = schedule == Schedule::kPingpong, kBasic = schedule == Schedule::kBasic;
+  static constexpr bool kPingpong = schedule == Schedule::kPingpong;
   using Element = cute::conditional_t<kInt8, int8_t, cutlass::float_e4m3_t>;
   using Accumulator = cute::conditional_t<kInt8, int32_t, float>;
   // The epilogue hands over finished bit patterns, so the copy needs to know only their width.
@@ -28,23 +28,18 @@ struct GemmTypes {
   using LayoutD = cute::conditional_t<Swap, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
   using Tile = Shape<Int<TileM>, Int<TileN>, Int<TileK>>;
   using Cluster = Shape<Int<ClusterM>, Int<ClusterN>, _1>;
-  template <class Pingpong, class Cooperative, class Basic>
-  using BySchedule = cute::conditional_t<kPingpong, Pingpong, cute::conditional_t<kBasic, Basic, Cooperative>>;
   using KernelSchedule = cute::conditional_t<
       accum == Accum::kFast,
-      BySchedule<cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
-                 cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum,
-                 cutlass::gemm::KernelTmaWarpSpecializedFP8FastAccum>,
-      BySchedule<cutlass::gemm::KernelTmaWarpSpecializedPingpong, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                 cutlass::gemm::KernelTmaWarpSpecialized>>;
-  using EpilogueSchedule =
-      BySchedule<cutlass::epilogue::TmaWarpSpecialized, cutlass::epilogue::TmaWarpSpecializedCooperative,
-                 cutlass::epilogue::TmaWarpSpecialized>;
+      cute::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
+                          cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum>,
+      cute::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>>;
+  using EpilogueSchedule = cute::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
+                                               cutlass::epilogue::TmaWarpSpecializedCooperative>;
 
   using EpilogueTile = cute::conditional_t<TileN % 32 == 0, cutlass::epilogue::collective::EpilogueTileAuto,
                                            Shape<_64, _16>>;
   using Fusion = Epilogue<In, Bits, Swap, kPingpong, Tile>;
-  static constexpr int kHalfSharedMemory = 116 * 1024;
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       EpilogueTile, Accumulator, float, void, LayoutD, 16 / OutBytes, Bits, LayoutD,
@@ -52,8 +47,7 @@ struct GemmTypes {
   using CollectiveMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, 16, Element,
       cutlass::layout::ColumnMajor, 16, Accumulator, Tile, Cluster,
-      cutlass::gemm::collective::StageCountAutoCarveout<
-          int(sizeof(typename CollectiveEpilogue::SharedStorage)) + (kBasic ? kHalfSharedMemory : 0)>,
+      cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename CollectiveEpilogue::SharedStorage))>,
       KernelSchedule>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue,
                                                       cutlass::gemm::PersistentScheduler>;
@@ -97,7 +91,7 @@ cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, s
       {ptr_rows, stride_rows, ptr_cols, stride_cols},
       {Types::Fusion::arguments(p, sm_count), nullptr, {}, static_cast<Bits*>(p.out), stride_out},
       hardware};
-  if constexpr (!Types::kBasic) args.scheduler.max_swizzle_size = swizzle;
+  args.scheduler.max_swizzle_size = swizzle;
 
   auto params = Kernel::to_underlying_arguments(args, /*workspace=*/nullptr);
   auto status = Types::Device::run(params, stream, /*cuda_adapter=*/nullptr, /*launch_with_pdl=*/true);

@@ -6,9 +6,9 @@
 namespace jax_qmm::sm90 {
 
 enum class Accum { kFast, kFull };
-// Persistent blocks whose two math warpgroups take turns at tiles or share one; or a block for each tile, with one math
-// warpgroup and so little shared memory that two blocks fit an SM. Or one of our own: skinny_sm90.h, one_tile_sm90.h.
-enum class Schedule { kPingpong, kCooperative, kBasic, kSkinny, kOneTile };
+// Persistent blocks whose two math warpgroups take turns at tiles or share one. Or a kernel of our own: skinny_sm90.h,
+// one_tile_sm90.h.
+enum class Schedule { kPingpong, kCooperative, kSkinny, kOneTile };
 
 // The same product as a batch of tiles of rows that overlap, where M would leave the last of a few tiles partly empty: TMA
 // fills missing rows with zeros more slowly than it reads rows, which shows from 16 of them on. Rows in two tiles are

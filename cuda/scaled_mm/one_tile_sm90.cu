@@ -12,6 +12,7 @@
 #include "cute/arch/mma_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
+#include "cutlass/cuda_host_adapter.hpp"
 
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/gemm_sm90.h"
@@ -21,9 +22,18 @@ namespace {
 
 using namespace cute;
 
+// What TMA loads of an operand at a time: so many rows of 128 bytes. Where a cluster's blocks share a tile, each loads a part
+// of it for all.
+struct Box {
+  int rows;
+  bool batched;  // or the same for the whole batch
+};
+
 struct Params {
   void* out;
-  int m, n, k, batch;
+  int m, n, k;
+  int tile_m;  // rows of a in a tile, which has room for more: TMA is slower at rows that aren't there than at others
+  Box x, y;
   int64_t out_batch_stride;
   EpilogueArgs epilogue;
   Weights weights;
@@ -39,12 +49,13 @@ struct Types {
   using Mma = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, Accumulator, Shape<_64, Int<TileY>, Int<TileK>>>(),
                                       Layout<Shape<Int<TileX / 64>, _1, _1>>{}));
   static constexpr int kX = TileX, kY = TileY, kTileK = TileK, kClusterX = ClusterX, kClusterY = ClusterY, kSplit = Split;
+  static constexpr int kBlocksPerSm = BlocksPerSm;
   static constexpr bool kSwap = Swap;
   static constexpr int kM = Swap ? TileY : TileX, kN = Swap ? TileX : TileY;
   static constexpr int kMathThreads = size(Mma{}), kThreads = kMathThreads + 64;
-  static constexpr int kCluster = ClusterX * ClusterY * Split;
+  static_assert(ClusterX == 1 || ClusterY == 1);
+  static constexpr int kSenders = ClusterX * ClusterY;  // blocks whose loads reach this one, itself included
   static constexpr int kShare = (kM + Split - 1) / Split;  // of the rows, that one block adds up
-  static constexpr int kSenders = ClusterX + ClusterY - 1;  // blocks whose loads reach this one, itself included
 
   static constexpr int kMostStages = 32;
   struct Shared {
@@ -67,20 +78,19 @@ struct Types {
   static_assert(TileX % ClusterY == 0 && TileY % ClusterX == 0, "each block of a cluster loads as much");
 
   template <int Rows>
-  using Tile = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<Rows>, Int<TileK>>{}));
-  template <int Rows>
   using Stages = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                         Shape<Int<Rows>, Int<TileK>, Int<kStages>>{}));
-  template <int Rows, int Receivers>
-  static auto load(void const* data, int rows, int k, int batch, int64_t batch_stride) {
-    using Copy = conditional_t<Receivers == 1, SM90_TMA_LOAD, SM90_TMA_LOAD_MULTICAST>;
-    auto const matrix = make_tensor(make_gmem_ptr(static_cast<Element const*>(data)), make_shape(rows, k, batch),
-                                    make_stride(int64_t(k), _1{}, batch_stride));
-    return make_tma_copy(Copy{}, matrix, Tile<Rows>{}, Shape<Int<Rows>, Int<TileK>>{}, Int<Receivers>{});
-  }
-  using LoadX = decltype(load<TileX, ClusterY>(nullptr, 0, 0, 0, 0));
-  using LoadY = decltype(load<TileY, ClusterX>(nullptr, 0, 0, 0, 0));
 };
+
+template <bool Multicast>
+__device__ void load(CUtensorMap const& boxes, int k, int row, int entry, uint8_t* to, uint64_t* full, uint16_t receivers,
+                     TMA::CacheHintSm90 hint) {
+  if constexpr (Multicast) {
+    SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes, full, receivers, static_cast<uint64_t>(hint), to, k, row, entry);
+  } else {
+    SM90_TMA_LOAD_3D::copy(&boxes, full, static_cast<uint64_t>(hint), to, k, row, entry);
+  }
+}
 
 template <bool OfCluster>
 __device__ void sync_blocks() {
@@ -92,15 +102,14 @@ __device__ void sync_blocks() {
 }
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads)
-    one_tile_kernel(Params const p, CUTE_GRID_CONSTANT typename T::LoadX const load_x,
-                    CUTE_GRID_CONSTANT typename T::LoadY const load_y) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
+    one_tile_kernel(Params const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_x, CUTE_GRID_CONSTANT CUtensorMap const boxes_y) {
   using Element = typename T::Element;
   using Accumulator = typename T::Accumulator;
   using Bits = typename T::Bits;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
-  constexpr int kX = T::kX, kY = T::kY, kTileK = T::kTileK, kM = T::kM, kN = T::kN, kSplit = T::kSplit, kShare = T::kShare;
+  constexpr int kX = T::kX, kY = T::kY, kTileK = T::kTileK, kN = T::kN, kSplit = T::kSplit, kShare = T::kShare;
   constexpr int kClusterX = T::kClusterX, kClusterY = T::kClusterY, kStages = T::kStages, kMathThreads = T::kMathThreads;
   extern __shared__ __align__(1024) uint8_t memory[];
   uint8_t* const memory_y = memory + kStages * kX * kTileK;
@@ -109,20 +118,19 @@ __global__ void __launch_bounds__(T::kThreads)
   Tensor stages_x = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(memory)), typename T::template Stages<kX>{});
   Tensor stages_y = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(memory_y)), typename T::template Stages<kY>{});
 
-  // The blocks of a cluster: parts of K first, then tiles along X, then along Y.
+  // The blocks of a cluster: parts of K first, then tiles along X or Y.
   int const part = blockIdx.x % kSplit, x = blockIdx.x / kSplit, y = blockIdx.y, l = blockIdx.z;
   int const in_x = x % kClusterX, in_y = y % kClusterY;
-  auto const rank = [&](int part, int in_x, int in_y) { return part + kSplit * (in_x + kClusterX * in_y); };
-  int const k_tiles = (p.k + kTileK - 1) / kTileK;
+  auto const rank = [](int part, int tile) { return part + kSplit * tile; };
+  int const k_tiles = (p.k - 1) / kTileK + 1;
   int const begin = k_tiles * part / kSplit, end = k_tiles * (part + 1) / kSplit;
-  int const first_m = kM * (T::kSwap ? y : x), first_n = kN * (T::kSwap ? x : y);
+  int const first_m = p.tile_m * (T::kSwap ? y : x), first_n = kN * (T::kSwap ? x : y);
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  bool const multiplies = warp < kMathThreads / 32;
+  bool const multiplies = warp < kMathThreads / 32, loads = warp == kMathThreads / 32;
 
-  // By the time the kernel before this one is done, what the first loads read is in L2.
-  p.epilogue.prefetch();
-  p.weights.prefetch();
-  if (threadIdx.x == 0) {
+  if (loads && elect_one_sync()) {
+    prefetch_tma_descriptor(&boxes_x);
+    prefetch_tma_descriptor(&boxes_y);
     for (int s = 0; s < kStages; ++s) {
       Full::init(&smem.full[s], 1);
       Empty::init(&smem.empty[s], T::kSenders * kMathThreads / 32);
@@ -136,27 +144,15 @@ __global__ void __launch_bounds__(T::kThreads)
   typename T::Mma mma;
   auto thread = mma.get_slice(threadIdx.x % kMathThreads);
   Tensor acc = partition_fragment_C(mma, Shape<Int<kX>, Int<kY>>{});
-  if (warp == kMathThreads / 32) {
+  if (loads) {
     if (elect_one_sync()) {
-      prefetch_tma_descriptor(load_x.get_tma_descriptor());
-      prefetch_tma_descriptor(load_y.get_tma_descriptor());
-      Tensor all_x = load_x.get_tma_tensor(make_shape(T::kSwap ? p.n : p.m, p.k, p.batch));
-      Tensor all_y = load_y.get_tma_tensor(make_shape(T::kSwap ? p.m : p.n, p.k, p.batch));
-      Tensor tiles_x = local_tile(all_x, Shape<Int<kX>, Int<kTileK>>{}, make_coord(x, _, l));
-      Tensor tiles_y = local_tile(all_y, Shape<Int<kY>, Int<kTileK>>{}, make_coord(y, _, l));
-      auto const slice_x = load_x.get_slice(in_y);
-      auto const slice_y = load_y.get_slice(in_x);
-      Tensor from_x = slice_x.partition_S(tiles_x);
-      Tensor from_y = slice_y.partition_S(tiles_y);
-      Tensor to_x = slice_x.partition_D(stages_x);
-      Tensor to_y = slice_y.partition_D(stages_y);
-      uint16_t to_blocks_x = 0, to_blocks_y = 0;
-      if constexpr (kClusterY > 1) {
-        for (int j = 0; j < kClusterY; ++j) to_blocks_x |= 1 << rank(part, in_x, j);
-      }
-      if constexpr (kClusterX > 1) {
-        for (int i = 0; i < kClusterX; ++i) to_blocks_y |= 1 << rank(part, i, in_y);
-      }
+      int const row_x = (T::kSwap ? first_n : first_m) + in_y * p.x.rows, entry_x = p.x.batched ? l : 0;
+      int const row_y = (T::kSwap ? first_m : first_n) + in_x * p.y.rows, entry_y = p.y.batched ? l : 0;
+      uint8_t* const to_x = memory + in_y * p.x.rows * kLine;
+      uint8_t* const to_y = memory_y + in_x * p.y.rows * kLine;
+      int const bytes = (kClusterY * p.x.rows + kClusterX * p.y.rows) * kTileK;  // of a stage
+      uint16_t receivers = 0;  // of what is multicast
+      for (int i = 0; i < T::kSenders; ++i) receivers |= 1 << rank(part, i);
       // Of b, each part is read once unless there are more tiles of a than a cluster has, or a batch, which may share it.
       auto const last = TMA::CacheHintSm90::EVICT_LAST;
       bool const once = gridDim.z == 1 && (T::kSwap ? gridDim.y == kClusterY : gridDim.x == kClusterX * kSplit);
@@ -165,14 +161,19 @@ __global__ void __launch_bounds__(T::kThreads)
       cudaGridDependencySynchronize();
       for (int i = begin, stage = 0, turn = 0; i < end; ++i) {
         if (turn > 0) Empty::wait(&smem.empty[stage], (turn - 1) & 1);
-        Full::arrive_and_expect_tx(&smem.full[stage], T::kStage);
-        copy(load_x.with(smem.full[stage], to_blocks_x, hint_x), from_x(_, _, _, i), to_x(_, _, _, stage));
-        copy(load_y.with(smem.full[stage], to_blocks_y, hint_y), from_y(_, _, _, i), to_y(_, _, _, stage));
+        uint64_t* const full = &smem.full[stage];
+        Full::arrive_and_expect_tx(full, bytes);
+#pragma unroll
+        for (int j = 0; j < kTileK; j += kLine) {
+          int const k = i * kTileK + j, done = stage * kTileK + j;
+          load<(kClusterY > 1)>(boxes_x, k, row_x, entry_x, to_x + done * kX, full, receivers, hint_x);
+          load<(kClusterX > 1)>(boxes_y, k, row_y, entry_y, to_y + done * kY, full, receivers, hint_y);
+        }
         if (++stage == kStages) stage = 0, ++turn;
       }
     }
     __syncwarp();
-  } else if (warp > kMathThreads / 32) {
+  } else if (!multiplies) {
     cudaGridDependencySynchronize();
     auto const bring = [&](auto& to, auto const& from, int first, int end) {
       constexpr int kSize = sizeof(to) / sizeof(to[0]);
@@ -189,13 +190,15 @@ __global__ void __launch_bounds__(T::kThreads)
       bring(smem.azp_adj, p.epilogue.azp_adj, first_n, p.n);
     }
   } else {
+    // By the time the kernel before this one is done, what the first loads read is in L2.
+    p.epilogue.prefetch(kMathThreads);
+    p.weights.prefetch(kMathThreads);
     Tensor fragments_x = thread.make_fragment_A(thread.partition_A(stages_x));
     Tensor fragments_y = thread.make_fragment_B(thread.partition_B(stages_y));
     clear(acc);
-    int const sender = lane < kClusterX ? rank(part, lane, in_y) : rank(part, in_x, (in_y + lane - kClusterX + 1) % kClusterY);
     auto const release = [&](int stage) {
       if constexpr (T::kSenders > 1) {
-        if (lane < T::kSenders) Empty::arrive(&smem.empty[stage], sender, true);
+        if (lane < T::kSenders) Empty::arrive(&smem.empty[stage], rank(part, lane), true);
       } else {
         if (elect_one_sync()) Empty::arrive(&smem.empty[stage]);
       }
@@ -218,10 +221,10 @@ __global__ void __launch_bounds__(T::kThreads)
   }
 
   // All stages of the cluster's blocks are multiplied, and nothing arrives here any more.
-  sync_blocks<(T::kCluster > 1)>();
+  sync_blocks<(kSplit * T::kSenders > 1)>();
   auto const give = [&](int m, int n, auto value) {
     auto* to = reinterpret_cast<decltype(value)*>(&partial[part * kShare + m % kShare][n]);
-    if constexpr (kSplit > 1) to = static_cast<decltype(value)*>(__cluster_map_shared_rank(to, rank(m / kShare, in_x, in_y)));
+    if constexpr (kSplit > 1) to = static_cast<decltype(value)*>(__cluster_map_shared_rank(to, rank(m / kShare, in_x + in_y)));
     *to = value;
   };
   Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kX>, Int<kY>>{}));
@@ -254,7 +257,7 @@ __global__ void __launch_bounds__(T::kThreads)
     return *reinterpret_cast<Some const*>(from);
   };
   int const column = threadIdx.x % kAcross * kEach, first_row = part * kShare;
-  int const rows = min(min(kShare, kM - first_row), p.m - first_m - first_row);
+  int const rows = min(kShare, min(p.tile_m, p.m - first_m) - first_row);
   if (threadIdx.x >= kAcross * kDown || first_n + column >= p.n) return;
   auto const scale_b = some(&smem.scale_b[column]), bias = some(&smem.bias[column]);
   auto const azp_adj = some(&smem.azp_adj[column]);
@@ -266,7 +269,7 @@ __global__ void __launch_bounds__(T::kThreads)
     for (int other = 1; other < kSplit; ++other) {
       auto const more = some(&partial[other * kShare + row][column]);
 #pragma unroll
-      for (int j = 0; j < kEach; ++j) sums.of[j] += more.of[j];
+      for (int j = 0; j < kEach; ++j) sums.of[j] = add(sums.of[j], more.of[j]);
     }
     float const scale_a = smem.scale_a[first_row + row];
     int32_t const azp = smem.azp[first_row + row];
@@ -283,6 +286,25 @@ __global__ void __launch_bounds__(T::kThreads)
   }
 }
 
+struct Operand {
+  void const* data;
+  int64_t batch_stride;
+  int rows, tile;  // of the matrix, and of a tile
+};
+
+// What TMA needs to load an operand's tiles, each by `loaders` blocks together.
+cudaError_t describe(Operand const& operand, int loaders, ScaledMm const& p, Box& box, CUtensorMap& boxes) {
+  box = {(operand.tile - 1) / loaders + 1, operand.batch_stride != 0};
+  cuuint64_t const shape[] = {cuuint64_t(p.k), cuuint64_t(operand.rows), box.batched ? cuuint64_t(p.batch) : 1};
+  cuuint64_t const strides[] = {shape[0], box.batched ? cuuint64_t(operand.batch_stride) : shape[0] * shape[1]};
+  cuuint32_t const box_shape[] = {kLine, cuuint32_t(box.rows), 1}, steps[] = {1, 1, 1};
+  CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
+      &boxes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(operand.data), shape, strides, box_shape, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
@@ -295,32 +317,33 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
           bool Swap>
 cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::launch(
-    ScaledMm const& problem, int, int sm_count, cudaStream_t stream) {
+    ScaledMm const& p, int, int sm_count, cudaStream_t stream) {
   using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
-  ScaledMm const p = overlap_tiles(problem, Swap ? TileY * ClusterY : TileX * ClusterX);
   auto const tiles = [](int rows, int tile, int cluster) {
-    return unsigned(rows + tile * cluster - 1) / (tile * cluster) * cluster;  // whole clusters
+    return (rows - 1) / (tile * cluster) * cluster + cluster;  // whole clusters
   };
+  int const tiles_m = tiles(p.m, T::kM, Swap ? ClusterY : ClusterX), tiles_n = tiles(p.n, T::kN, Swap ? ClusterX : ClusterY);
+  Params params{p.out, p.m, p.n, p.k, (p.m - 1) / tiles_m + 1, {}, {}, p.out_batch_stride, epilogue_args(p),
+                weights(p, sm_count)};
+  CUtensorMap boxes_x, boxes_y;
+  Operand const a{p.a, p.a_batch_stride, p.m, params.tile_m}, b{p.b, p.b_batch_stride, p.n, T::kN};
+  cudaError_t error = describe(Swap ? b : a, ClusterY, p, params.x, boxes_x);
+  if (error == cudaSuccess) error = describe(Swap ? a : b, ClusterX, p, params.y, boxes_y);
+  if (error != cudaSuccess) return error;
+
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {Split * ClusterX, ClusterY, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(tiles(Swap ? p.n : p.m, TileX, ClusterX) * Split, tiles(Swap ? p.m : p.n, TileY, ClusterY), p.batch);
+  config.gridDim = dim3((Swap ? tiles_n : tiles_m) * Split, Swap ? tiles_m : tiles_n, p.batch);
   config.blockDim = dim3(T::kThreads);
   config.dynamicSmemBytes = T::kSharedMemory;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  auto const load_a = T::template load<T::kM, Swap ? ClusterX : ClusterY>(p.a, p.m, p.k, p.batch, p.a_batch_stride);
-  auto const load_b = T::template load<T::kN, Swap ? ClusterY : ClusterX>(p.b, p.n, p.k, p.batch, p.b_batch_stride);
-  Params const params{p.out, p.m, p.n, p.k, p.batch, p.out_batch_stride, epilogue_args(p), weights(p, sm_count)};
-  if constexpr (Swap) {
-    return cudaLaunchKernelEx(&config, one_tile_kernel<T>, params, load_b, load_a);
-  } else {
-    return cudaLaunchKernelEx(&config, one_tile_kernel<T>, params, load_a, load_b);
-  }
+  return cudaLaunchKernelEx(&config, one_tile_kernel<T>, params, boxes_x, boxes_y);
 }
 
 #define GEMM(...)

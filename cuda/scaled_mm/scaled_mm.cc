@@ -50,8 +50,7 @@ constexpr Accum kTensorCoreAccum = In == DType::kS8 ? Accum::kFull : Accum::kFas
 
 #define COST(...) Cost{__VA_ARGS__}
 #define GEMM(cost, in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)         \
-  {cost, DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, swap, \
-   Schedule::schedule == Schedule::kBasic ? 2 : 1, 0, 1,                                                   \
+  {cost, DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, swap, 1, 0, 1, \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,  \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::launch},
 #define SKINNY(cost, in, bytes, warps, steps, blocks_per_sm)                                                          \
@@ -96,8 +95,7 @@ bool serves(Instance const& i, ScaledMm const& p) {
   if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype)) return false;
   if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
   if (i.accum != accum_of(p)) return false;
-  bool const persistent = i.schedule == Schedule::kPingpong || i.schedule == Schedule::kCooperative;
-  return persistent || count_clusters(i, p) * i.cluster_m * i.cluster_n <= kMostBlocks;
+  return i.schedule != Schedule::kOneTile || count_clusters(i, p) * i.cluster_m * i.cluster_n <= kMostBlocks;
 }
 
 // The grid is padded to whole squares of tiles, which costs more than the reuse gains unless it fits.
@@ -111,34 +109,36 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
 // Whether the instance's cost was measured on anything like the problem.
 bool suits(Instance const& i, ScaledMm const& p) {
   if (i.schedule == Schedule::kSkinny) return true;
-  if (i.schedule == Schedule::kBasic || i.split > 1) return p.m <= i.tile_n;
+  if (i.split > 1 || i.blocks_per_sm > 1) return p.m <= i.rows_of_a();
   if (i.schedule == Schedule::kOneTile && p.m > 512) return false;
   if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would be empty
   if (i.swap) return p.m <= 3 * i.tile_n;
-  return 2 * p.m > i.tile_m && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
+  return (i.tile_m <= 64 || 2 * p.m > i.tile_m) && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
 }
 
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
 double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   double constexpr kMissingByte = 14e-6;  // of a tile's rows of a, which TMA fills with zeros
   double constexpr kAlone = 0.7;          // of a K tile's time, where each block has two SMs' way to memory for itself
-  ScaledMm const p = sm90::overlap_tiles(problem, i.rows_of_a() * i.tiles_of_a());
+  bool const exact = i.schedule == Schedule::kSkinny || i.schedule == Schedule::kOneTile;  // reads the rows there are
+  ScaledMm const p = exact ? problem : sm90::overlap_tiles(problem, i.rows_of_a() * i.tiles_of_a());
   int64_t const clusters = count_clusters(i, p);
   int const cluster = i.cluster_m * i.cluster_n * i.split;
   // The SMs of a cluster are of one GPC, which often has some that make no whole cluster: of 132, 120 make clusters of 4,
   // and 102 of 6.
   int const sms = cluster > 4 ? sm_count * 7 / 9 : cluster > 2 ? sm_count * 10 / 11 : sm_count;
   int const at_once = std::max(1, sms * i.blocks_per_sm / cluster);
-  int const missing = i.schedule == Schedule::kSkinny ? 0 : ceil_div(p.m, i.rows_of_a()) * i.rows_of_a() - p.m;
+  int const missing = exact ? 0 : ceil_div(p.m, i.rows_of_a()) * i.rows_of_a() - p.m;
   double const waves = ceil_div(clusters, at_once);
   double const zeros = kMissingByte * missing * i.tile_k / waves;  // one wave has the last rows
-  bool const alone = i.swap && cluster == 1 && i.blocks_per_sm == 1 && 2 * clusters <= sm_count;
+  bool const alone = i.schedule == Schedule::kOneTile && cluster == 1 && i.blocks_per_sm == 1 && 2 * clusters <= sm_count;
   double const k_tile = (i.cost.k_tile + zeros) * (alone ? kAlone : 1);
   double const computing = waves * (ceil_div(p.k, i.tile_k * i.split) * k_tile + i.cost.tile);
   double const bytes = double(problem.batch) * (double(problem.m) * p.k + double(p.n) * p.k +
                                                 double(problem.m) * p.n * bytes_of(p.out_dtype));
   double const reading = bytes / 4.3e6 * i.cost.reading;  // at 4.3 TB/s, what a copy reaches
-  return i.cost.launch + std::pow(std::pow(computing, 4) + std::pow(reading, 4), 0.25);
+  auto const fourth_power = [](double x) { return x * x * x * x; };  // std::pow would double what choosing takes
+  return i.cost.launch + std::sqrt(std::sqrt(fourth_power(computing) + fourth_power(reading)));
 }
 
 // Measured choices: for operands and output of some kind and one N and K, by M.
@@ -222,10 +222,10 @@ std::string describe_scaled_mm(ScaledMmChoice choice) {
   if (i.schedule == Schedule::kSkinny) return tile + " skinny " + text(i.warps) + " warps";
   char const* const schedule = i.schedule == Schedule::kPingpong      ? " pingpong"
                                : i.schedule == Schedule::kCooperative ? " cooperative"
-                               : i.schedule == Schedule::kOneTile     ? " one tile"
-                                                                      : " basic";
+                                                                      : " one tile";
   return tile + " cluster " + text(i.cluster_m) + "x" + text(i.cluster_n) + schedule + (i.swap ? " swapped" : "") +
          (i.split > 1 ? " split-K " + text(i.split) : "") +
+         (i.blocks_per_sm > 1 ? " " + text(i.blocks_per_sm) + " per SM" : "") +
          (i.schedule == Schedule::kOneTile ? "" : " swizzle " + text(choice.swizzle));
 }
 

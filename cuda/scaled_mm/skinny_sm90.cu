@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
   if (!writes) return;
   Accumulator sum = 0;
 #pragma unroll
-  for (int w = 0; w < Warps; ++w) sum += partial[w][m][row];
+  for (int w = 0; w < Warps; ++w) sum = add(sum, partial[w][m][row]);
   float const value = combine(subtract_zero_point(sum, azp, azp_adj), scale_a, scale_b, bias);
   auto* const out = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(m) * p.n + n;
   *out = p.epilogue.output.template round_one<Bits>(value, sum);
