@@ -10,13 +10,13 @@
 
 namespace jax_qmm {
 
-constexpr int kLine = 128;  // bytes of the L2 cache
+constexpr int kLine = 128;  // bytes of a line of the L2 cache, and of a row of a swizzled tile
 
 // Brings the first lines of each row into L2, the first `threads` of all blocks together. Legal before the kernel that
 // writes them is done: L2 is where all SMs see each other's writes.
 __device__ inline void prefetch_l2(void const* data, unsigned rows, unsigned lines, int64_t row_stride, unsigned threads) {
   unsigned const block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-  unsigned const all = max(gridDim.x * gridDim.y * gridDim.z * threads, 1u);  // that of a huge grid wraps
+  unsigned const all = gridDim.x * gridDim.y * gridDim.z * threads;
   for (unsigned i = block * threads + threadIdx.x; i < rows * lines; i += all) {
     char const* const row = static_cast<char const*>(data) + i / lines * row_stride;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i % lines * kLine));

@@ -15,25 +15,17 @@
 #include "cutlass/cuda_host_adapter.hpp"
 
 #include "scaled_mm/epilogue.cuh"
-#include "scaled_mm/gemm_sm90.h"
 
 namespace jax_qmm::sm90 {
 namespace {
 
 using namespace cute;
 
-// What TMA loads of an operand at a time: so many rows of 128 bytes. Where a cluster's blocks share a tile, each loads a part
-// of it for all.
-struct Box {
-  int rows;
-  bool batched;  // or the same for the whole batch
-};
-
 struct Params {
   void* out;
   int m, n, k;
   int tile_m;  // rows of a in a tile, which has room for more: TMA is slower at rows that aren't there than at others
-  Box x, y;
+  bool a_batched, b_batched;  // or the same for the whole batch
   int64_t out_batch_stride;
   EpilogueArgs epilogue;
   Weights weights;
@@ -55,6 +47,9 @@ struct Types {
   static constexpr int kMathThreads = size(Mma{}), kThreads = kMathThreads + 64;
   static_assert(ClusterX == 1 || ClusterY == 1);
   static constexpr int kSenders = ClusterX * ClusterY;  // blocks whose loads reach this one, itself included
+  // Rows that one of the blocks that share a tile loads for all.
+  static constexpr int box_a(int tile_m) { return (tile_m - 1) / (Swap ? ClusterX : ClusterY) + 1; }
+  static constexpr int box_b() { return kN / (Swap ? ClusterY : ClusterX); }
   static constexpr int kShare = (kM + Split - 1) / Split;  // of the rows, that one block adds up
 
   static constexpr int kMostStages = 32;
@@ -146,11 +141,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   Tensor acc = partition_fragment_C(mma, Shape<Int<kX>, Int<kY>>{});
   if (loads) {
     if (elect_one_sync()) {
-      int const row_x = (T::kSwap ? first_n : first_m) + in_y * p.x.rows, entry_x = p.x.batched ? l : 0;
-      int const row_y = (T::kSwap ? first_m : first_n) + in_x * p.y.rows, entry_y = p.y.batched ? l : 0;
-      uint8_t* const to_x = memory + in_y * p.x.rows * kLine;
-      uint8_t* const to_y = memory_y + in_x * p.y.rows * kLine;
-      int const bytes = (kClusterY * p.x.rows + kClusterX * p.y.rows) * kTileK;  // of a stage
+      int const box_a = T::box_a(p.tile_m), box_x = T::kSwap ? T::box_b() : box_a, box_y = T::kSwap ? box_a : T::box_b();
+      int const row_x = (T::kSwap ? first_n : first_m) + in_y * box_x, entry_x = (T::kSwap ? p.b_batched : p.a_batched) ? l : 0;
+      int const row_y = (T::kSwap ? first_m : first_n) + in_x * box_y, entry_y = (T::kSwap ? p.a_batched : p.b_batched) ? l : 0;
+      uint8_t* const to_x = memory + in_y * box_x * kLine;
+      uint8_t* const to_y = memory_y + in_x * box_y * kLine;
+      int const bytes = (kClusterY * box_x + kClusterX * box_y) * kTileK;  // of a stage
       uint16_t receivers = 0;  // of what is multicast
       for (int i = 0; i < T::kSenders; ++i) receivers |= 1 << rank(part, i);
       // Of b, each part is read once unless there are more tiles of a than a cluster has, or a batch, which may share it.
@@ -286,20 +282,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   }
 }
 
-struct Operand {
-  void const* data;
-  int64_t batch_stride;
-  int rows, tile;  // of the matrix, and of a tile
-};
-
-// What TMA needs to load an operand's tiles, each by `loaders` blocks together.
-cudaError_t describe(Operand const& operand, int loaders, ScaledMm const& p, Box& box, CUtensorMap& boxes) {
-  box = {(operand.tile - 1) / loaders + 1, operand.batch_stride != 0};
-  cuuint64_t const shape[] = {cuuint64_t(p.k), cuuint64_t(operand.rows), box.batched ? cuuint64_t(p.batch) : 1};
-  cuuint64_t const strides[] = {shape[0], box.batched ? cuuint64_t(operand.batch_stride) : shape[0] * shape[1]};
-  cuuint32_t const box_shape[] = {kLine, cuuint32_t(box.rows), 1}, steps[] = {1, 1, 1};
+// Has TMA load a matrix of p.k columns in boxes of so many rows and 128 columns.
+cudaError_t make_boxes(void const* data, int rows, int64_t batch_stride, int box_rows, ScaledMm const& p, CUtensorMap& boxes) {
+  bool const batched = batch_stride != 0;
+  cuuint64_t const shape[] = {cuuint64_t(p.k), cuuint64_t(rows), batched ? cuuint64_t(p.batch) : 1};
+  cuuint64_t const strides[] = {shape[0], batched ? cuuint64_t(batch_stride) : shape[0] * shape[1]};
+  cuuint32_t const box[] = {kLine, cuuint32_t(box_rows), 1}, steps[] = {1, 1, 1};
   CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
-      &boxes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(operand.data), shape, strides, box_shape, steps,
+      &boxes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(data), shape, strides, box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
@@ -323,12 +313,10 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
     return (rows - 1) / (tile * cluster) * cluster + cluster;  // whole clusters
   };
   int const tiles_m = tiles(p.m, T::kM, Swap ? ClusterY : ClusterX), tiles_n = tiles(p.n, T::kN, Swap ? ClusterX : ClusterY);
-  Params params{p.out, p.m, p.n, p.k, (p.m - 1) / tiles_m + 1, {}, {}, p.out_batch_stride, epilogue_args(p),
-                weights(p, sm_count)};
-  CUtensorMap boxes_x, boxes_y;
-  Operand const a{p.a, p.a_batch_stride, p.m, params.tile_m}, b{p.b, p.b_batch_stride, p.n, T::kN};
-  cudaError_t error = describe(Swap ? b : a, ClusterY, p, params.x, boxes_x);
-  if (error == cudaSuccess) error = describe(Swap ? a : b, ClusterX, p, params.y, boxes_y);
+  int const tile_m = (p.m - 1) / tiles_m + 1;
+  CUtensorMap boxes_a, boxes_b;
+  cudaError_t error = make_boxes(p.a, p.m, p.a_batch_stride, T::box_a(tile_m), p, boxes_a);
+  if (error == cudaSuccess) error = make_boxes(p.b, p.n, p.b_batch_stride, T::box_b(), p, boxes_b);
   if (error != cudaSuccess) return error;
 
   cudaLaunchAttribute attributes[2];
@@ -343,7 +331,9 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, one_tile_kernel<T>, params, boxes_x, boxes_y);
+  Params const params{p.out, p.m, p.n, p.k, tile_m, p.a_batch_stride != 0, p.b_batch_stride != 0, p.out_batch_stride,
+                      epilogue_args(p), weights(p, sm_count)};
+  return cudaLaunchKernelEx(&config, one_tile_kernel<T>, params, Swap ? boxes_b : boxes_a, Swap ? boxes_a : boxes_b);
 }
 
 #define GEMM(...)

@@ -91,7 +91,7 @@ int64_t count_clusters(Instance const& i, ScaledMm const& p) {
 }
 
 bool serves(Instance const& i, ScaledMm const& p) {
-  int constexpr kMostBlocks = 65535;  // of a grid's second or third dimension
+  int constexpr kMostBlocks = 65535;  // of a grid's second or third dimension; prefetch_l2 counts their threads
   if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype)) return false;
   if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
   if (i.accum != accum_of(p)) return false;
@@ -111,7 +111,7 @@ bool suits(Instance const& i, ScaledMm const& p) {
   if (i.schedule == Schedule::kSkinny) return true;
   if (i.split > 1 || i.blocks_per_sm > 1) return p.m <= i.rows_of_a();
   if (i.schedule == Schedule::kOneTile && p.m > 512) return false;
-  if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would be empty
+  if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would have few rows or none
   if (i.swap) return p.m <= 3 * i.tile_n;
   return (i.tile_m <= 64 || 2 * p.m > i.tile_m) && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
 }

@@ -62,16 +62,20 @@ def test_every_choice_gives_the_same_sums(kernels, oracle, shape):
 
 
 @pytest.mark.parametrize("m", [5, 13, 150])
-def test_every_choice_serves_a_batch(kernels, oracle, m):
+@pytest.mark.parametrize("shared", [None, "a", "b"])
+def test_every_choice_serves_a_batch(kernels, oracle, m, shared):
     n, k, batch = 200, 1040, 3
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-128, 128, (batch, rows, k), np.int8) for rows in (m, n))
     scale_a, scale_b, bias = (rng.uniform(-2, 2, (batch, size)).astype(np.float32) for size in (m, n, n))
-    want = np.stack([oracle.scaled_mm(*each, out_dtype=jnp.bfloat16) for each in zip(a, b, scale_a, scale_b, bias)])
+    axes = [None if shared == "a" else 0, None if shared == "b" else 0, 0, 0, 0]
+    a, b = (x if axis == 0 else x[0] for x, axis in zip((a, b), axes))
+    want = np.stack([oracle.scaled_mm(a if shared == "a" else a[i], b if shared == "b" else b[i], scale_a[i], scale_b[i],
+                                      bias[i], out_dtype=jnp.bfloat16) for i in range(batch)])
     key = (m, n, k, batch, "int8", "bfloat16", False)
     for choice in kernels.scaled_mm_choices(*key):
         kernels.tune_scaled_mm(*key, choice)
-        got = np.asarray(jax.jit(jax.vmap(jax_qmm.scaled_mm))(a, b, scale_a, scale_b, bias))
+        got = np.asarray(jax.jit(jax.vmap(jax_qmm.scaled_mm, in_axes=axes))(a, b, scale_a, scale_b, bias))
         np.testing.assert_array_equal(got.view("u2"), want.view("u2"), kernels.describe_scaled_mm(choice))
 
 
