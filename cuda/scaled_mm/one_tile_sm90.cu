@@ -44,12 +44,13 @@ struct Types {
   static constexpr int kBlocksPerSm = BlocksPerSm;
   static constexpr bool kSwap = Swap;
   static constexpr int kM = Swap ? TileY : TileX, kN = Swap ? TileX : TileY;
+  static constexpr int kClusterM = Swap ? ClusterY : ClusterX, kClusterN = Swap ? ClusterX : ClusterY;
   static constexpr int kMathThreads = size(Mma{}), kThreads = kMathThreads + 64;
   static_assert(ClusterX == 1 || ClusterY == 1);
   static constexpr int kSenders = ClusterX * ClusterY;  // blocks whose loads reach this one, itself included
-  // Rows that one of the blocks that share a tile loads for all.
-  static constexpr int box_a(int tile_m) { return (tile_m - 1) / (Swap ? ClusterX : ClusterY) + 1; }
-  static constexpr int box_b() { return kN / (Swap ? ClusterY : ClusterX); }
+  // Rows that each of the blocks with the same tile of a or of b loads for all.
+  static constexpr int box_a(int tile_m) { return (tile_m - 1) / kClusterN + 1; }
+  static constexpr int kBoxB = kN / kClusterM;
   static constexpr int kShare = (kM + Split - 1) / Split;  // of the rows, that one block adds up
 
   static constexpr int kMostStages = 32;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   Tensor acc = partition_fragment_C(mma, Shape<Int<kX>, Int<kY>>{});
   if (loads) {
     if (elect_one_sync()) {
-      int const box_a = T::box_a(p.tile_m), box_x = T::kSwap ? T::box_b() : box_a, box_y = T::kSwap ? box_a : T::box_b();
+      int const box_a = T::box_a(p.tile_m), box_x = T::kSwap ? T::kBoxB : box_a, box_y = T::kSwap ? box_a : T::kBoxB;
       int const row_x = (T::kSwap ? first_n : first_m) + in_y * box_x, entry_x = (T::kSwap ? p.b_batched : p.a_batched) ? l : 0;
       int const row_y = (T::kSwap ? first_m : first_n) + in_x * box_y, entry_y = (T::kSwap ? p.a_batched : p.b_batched) ? l : 0;
       uint8_t* const to_x = memory + in_y * box_x * kLine;
@@ -312,11 +313,11 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
   auto const tiles = [](int rows, int tile, int cluster) {
     return (rows - 1) / (tile * cluster) * cluster + cluster;  // whole clusters
   };
-  int const tiles_m = tiles(p.m, T::kM, Swap ? ClusterY : ClusterX), tiles_n = tiles(p.n, T::kN, Swap ? ClusterX : ClusterY);
+  int const tiles_m = tiles(p.m, T::kM, T::kClusterM), tiles_n = tiles(p.n, T::kN, T::kClusterN);
   int const tile_m = (p.m - 1) / tiles_m + 1;
   CUtensorMap boxes_a, boxes_b;
   cudaError_t error = make_boxes(p.a, p.m, p.a_batch_stride, T::box_a(tile_m), p, boxes_a);
-  if (error == cudaSuccess) error = make_boxes(p.b, p.n, p.b_batch_stride, T::box_b(), p, boxes_b);
+  if (error == cudaSuccess) error = make_boxes(p.b, p.n, p.b_batch_stride, T::kBoxB, p, boxes_b);
   if (error != cudaSuccess) return error;
 
   cudaLaunchAttribute attributes[2];

@@ -68,14 +68,15 @@ def test_every_choice_serves_a_batch(kernels, oracle, m, shared):
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-128, 128, (batch, rows, k), np.int8) for rows in (m, n))
     scale_a, scale_b, bias = (rng.uniform(-2, 2, (batch, size)).astype(np.float32) for size in (m, n, n))
-    axes = [None if shared == "a" else 0, None if shared == "b" else 0, 0, 0, 0]
-    a, b = (x if axis == 0 else x[0] for x, axis in zip((a, b), axes))
-    want = np.stack([oracle.scaled_mm(a if shared == "a" else a[i], b if shared == "b" else b[i], scale_a[i], scale_b[i],
-                                      bias[i], out_dtype=jnp.bfloat16) for i in range(batch)])
+    args = dict(a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
+    axes = [None if name == shared else 0 for name in args]
+    args = [x[0] if name == shared else x for name, x in args.items()]
+    each = ([x if axis is None else x[i] for x, axis in zip(args, axes)] for i in range(batch))
+    want = np.stack([oracle.scaled_mm(*one, out_dtype=jnp.bfloat16) for one in each])
     key = (m, n, k, batch, "int8", "bfloat16", False)
     for choice in kernels.scaled_mm_choices(*key):
         kernels.tune_scaled_mm(*key, choice)
-        got = np.asarray(jax.jit(jax.vmap(jax_qmm.scaled_mm, in_axes=axes))(a, b, scale_a, scale_b, bias))
+        got = np.asarray(jax.jit(jax.vmap(jax_qmm.scaled_mm, axes))(*args))
         np.testing.assert_array_equal(got.view("u2"), want.view("u2"), kernels.describe_scaled_mm(choice))
 
 
