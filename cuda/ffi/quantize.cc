@@ -8,7 +8,8 @@ namespace jax_qmm {
 namespace {
 
 // Reads x and q, and from the shape of scale whether it has one value for each row or one in all.
-ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer q, ffi::AnyBuffer scale, ffi::AnyBuffer zero_point, Quantize& problem) {
+ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer q, ffi::AnyBuffer scale, std::optional<ffi::AnyBuffer> zero_point,
+                Quantize& problem) {
   JAX_QMM_RETURN_IF_ERROR(check_dtype(x, "x", {DType::kF32, DType::kBF16, DType::kF16}));
   JAX_QMM_RETURN_IF_ERROR(check_rank(x, "x", 2));
   int64_t const rows = x.dimensions()[0], cols = x.dimensions()[1];
@@ -18,12 +19,9 @@ ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer q, ffi::AnyBuffer scale, ffi::A
   JAX_QMM_RETURN_IF_ERROR(check_rank(scale, "scale", 2));
   bool const per_tensor = scale.dimensions()[0] == 1;
   JAX_QMM_RETURN_IF_ERROR(check_shape(scale, "scale", {per_tensor ? 1 : rows, 1}));
-  JAX_QMM_RETURN_IF_ERROR(check_dtype(zero_point, "zero_point", {DType::kS32}));
-  bool const symmetric = zero_point.dimensions().size() == 2 && zero_point.dimensions()[1] == 0;
-  if (symmetric) {
-    JAX_QMM_RETURN_IF_ERROR(check_shape(zero_point, "zero_point", {0, 0}));
-  } else {
-    JAX_QMM_RETURN_IF_ERROR(check_shape(zero_point, "zero_point", {per_tensor ? 1 : rows, 1}));
+  if (zero_point) {
+    JAX_QMM_RETURN_IF_ERROR(check_dtype(*zero_point, "zero_point", {DType::kS32}));
+    JAX_QMM_RETURN_IF_ERROR(check_shape(*zero_point, "zero_point", {per_tensor ? 1 : rows, 1}));
     if (dtype_of(q) != DType::kS8) return ffi::Error::InvalidArgument("zero_point needs q to be int8");
   }
   problem.x = x.untyped_data();
@@ -34,21 +32,21 @@ ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer q, ffi::AnyBuffer scale, ffi::A
   problem.out = *dtype_of(q);
   problem.per_tensor = per_tensor;
   problem.scale = static_cast<float*>(scale.untyped_data());
-  problem.zero_point = symmetric ? nullptr : static_cast<int32_t*>(zero_point.untyped_data());
+  problem.zero_point = zero_point ? static_cast<int32_t*>(zero_point->untyped_data()) : nullptr;
   return ffi::Error::Success();
 }
 
 ffi::Error execute_dynamic(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> q,
-                           ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> zero_point,
-                           ffi::Result<ffi::BufferR1<ffi::U32>> workspace) {
+                           ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::BufferR1<ffi::U32>> workspace,
+                           std::optional<ffi::Result<ffi::AnyBuffer>> zero_point) {
   Quantize problem;
-  JAX_QMM_RETURN_IF_ERROR(read(x, *q, *scale, *zero_point, problem));
+  JAX_QMM_RETURN_IF_ERROR(read(x, *q, *scale, zero_point ? std::optional(**zero_point) : std::nullopt, problem));
   if (workspace->element_count() != 2) return ffi::Error::InvalidArgument("workspace needs 2 elements");
   return cuda_error(quantize_dynamic(problem, workspace->typed_data(), stream), "quantize_dynamic");
 }
 
-ffi::Error execute_static(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer zero_point,
-                          ffi::Result<ffi::AnyBuffer> q) {
+ffi::Error execute_static(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                          std::optional<ffi::AnyBuffer> zero_point, ffi::Result<ffi::AnyBuffer> q) {
   Quantize problem;
   JAX_QMM_RETURN_IF_ERROR(read(x, *q, scale, zero_point, problem));
   return cuda_error(quantize_static(problem, stream), "quantize_static");
@@ -67,15 +65,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamic, jax_qmm::execute_dynamic,
                                   .Arg<xla::ffi::AnyBuffer>()                    // x (R, C)
                                   .Ret<xla::ffi::AnyBuffer>()                    // q (R, C)
                                   .Ret<xla::ffi::AnyBuffer>()                    // scale (1 | R, 1)
-                                  .Ret<xla::ffi::AnyBuffer>()                    // zero_point (1 | R, 1) or (0, 0)
-                                  .Ret<xla::ffi::BufferR1<xla::ffi::U32>>(),     // workspace (2,)
+                                  .Ret<xla::ffi::BufferR1<xla::ffi::U32>>()      // workspace (2,)
+                                  .OptionalRet<xla::ffi::AnyBuffer>(),           // zero_point (1 | R, 1)
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStatic, jax_qmm::execute_static,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()   // x (R, C)
-                                  .Arg<xla::ffi::AnyBuffer>()   // scale (1 | R, 1)
-                                  .Arg<xla::ffi::AnyBuffer>()   // zero_point (1 | R, 1) or (0, 0)
-                                  .Ret<xla::ffi::AnyBuffer>(),  // q (R, C)
+                                  .Arg<xla::ffi::AnyBuffer>()          // x (R, C)
+                                  .Arg<xla::ffi::AnyBuffer>()          // scale (1 | R, 1)
+                                  .OptionalArg<xla::ffi::AnyBuffer>()  // zero_point (1 | R, 1)
+                                  .Ret<xla::ffi::AnyBuffer>(),         // q (R, C)
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,7 +1,9 @@
 // jax_qmm_scaled_mm: checks the buffers, fills ScaledMm, launches.
 #include "scaled_mm/scaled_mm.h"
 
+#include <algorithm>
 #include <limits>
+#include <string_view>
 
 #include "ffi/handlers.h"
 #include "ffi/helpers.h"
@@ -9,13 +11,12 @@
 namespace jax_qmm {
 namespace {
 
-// Reads a vector of shape (1 | batch, 1 | length), or (0, 0) where it is absent.
+// Reads a vector of shape (1 | batch, 1 | length).
 ffi::Error read_vector(ffi::AnyBuffer const& buffer, char const* name, std::initializer_list<DType> dtypes, int64_t batch,
                        int64_t length, Vector& vector) {
   JAX_QMM_RETURN_IF_ERROR(check_dtype(buffer, name, dtypes));
   JAX_QMM_RETURN_IF_ERROR(check_rank(buffer, name, 2));
   auto const dims = buffer.dimensions();
-  if (dims[0] == 0 && dims[1] == 0) return ffi::Error::Success();
   if ((dims[0] != 1 && dims[0] != batch) || (dims[1] != 1 && dims[1] != length)) {
     return ffi::Error::InvalidArgument(std::string(name) + " has shape " + to_string(dims) + "; it needs 1 or " +
                                        std::to_string(batch) + " rows of 1 or " + std::to_string(length) + " values");
@@ -25,9 +26,30 @@ ffi::Error read_vector(ffi::AnyBuffer const& buffer, char const* name, std::init
   return ffi::Error::Success();
 }
 
-ffi::Error execute(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer scale_a, ffi::AnyBuffer scale_b,
-                   ffi::AnyBuffer bias, ffi::AnyBuffer azp_adj, ffi::AnyBuffer azp, ffi::Result<ffi::AnyBuffer> out,
-                   bool fast_accum) {
+// Reads the vectors, which `names` names in their order, separated by spaces.
+ffi::Error read_vectors(ffi::RemainingArgs buffers, std::string_view names, ScaledMm& problem) {
+  auto const floats = {DType::kF32, DType::kBF16, DType::kF16}, ints = {DType::kS32};
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    ffi::ErrorOr<ffi::AnyBuffer> const buffer = buffers.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return buffer.error();
+    std::string_view const name = names.substr(0, names.find(' '));
+    names.remove_prefix(std::min(names.size(), name.size() + 1));
+    auto const read = [&](char const* known, auto dtypes, int length, Vector& vector) {
+      return read_vector(*buffer, known, dtypes, problem.batch, length, vector);
+    };
+    ffi::Error error = name == "scale_a"   ? read("scale_a", floats, problem.m, problem.scale_a)
+                       : name == "scale_b" ? read("scale_b", floats, problem.n, problem.scale_b)
+                       : name == "bias"    ? read("bias", floats, problem.n, problem.bias)
+                       : name == "azp_adj" ? read("azp_adj", ints, problem.n, problem.azp_adj)
+                       : name == "azp"     ? read("azp", ints, problem.m, problem.azp)
+                                           : ffi::Error::InvalidArgument("names has no vector's name for each operand");
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error execute(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors,
+                   ffi::Result<ffi::AnyBuffer> out, std::string_view names, bool fast_accum) {
   JAX_QMM_RETURN_IF_ERROR(check_dtype(a, "a", {DType::kS8, DType::kF8E4M3}));
   JAX_QMM_RETURN_IF_ERROR(check_dtype(b, "b", {*dtype_of(a)}));
   JAX_QMM_RETURN_IF_ERROR(check_rank(a, "a", 3));
@@ -65,12 +87,7 @@ ffi::Error execute(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi:
   }
   problem.out_dtype = *dtype_of(*out);
 
-  auto const floats = {DType::kF32, DType::kBF16, DType::kF16};
-  JAX_QMM_RETURN_IF_ERROR(read_vector(scale_a, "scale_a", floats, batch, m, problem.scale_a));
-  JAX_QMM_RETURN_IF_ERROR(read_vector(scale_b, "scale_b", floats, batch, n, problem.scale_b));
-  JAX_QMM_RETURN_IF_ERROR(read_vector(bias, "bias", floats, batch, n, problem.bias));
-  JAX_QMM_RETURN_IF_ERROR(read_vector(azp_adj, "azp_adj", {DType::kS32}, batch, n, problem.azp_adj));
-  JAX_QMM_RETURN_IF_ERROR(read_vector(azp, "azp", {DType::kS32}, batch, m, problem.azp));
+  JAX_QMM_RETURN_IF_ERROR(read_vectors(vectors, names, problem));
 
   int device, sm_count;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaGetDevice(&device), "cudaGetDevice"));
@@ -94,11 +111,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMm, jax_qmm::execute,
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // a (1 | batch, M, K)
                                   .Arg<xla::ffi::AnyBuffer>()  // b (1 | batch, N, K)
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale_a (1 | batch, 1 | M)
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale_b (1 | batch, 1 | N)
-                                  .Arg<xla::ffi::AnyBuffer>()  // bias (1 | batch, 1 | N)
-                                  .Arg<xla::ffi::AnyBuffer>()  // azp_adj (1 | batch, 1 | N)
-                                  .Arg<xla::ffi::AnyBuffer>()  // azp (1 | batch, 1 | M)
+                                  .RemainingArgs()             // vectors: (1 | batch, 1 | M or N) each
                                   .Ret<xla::ffi::AnyBuffer>()  // out (batch, M, N)
+                                  .Attr<std::string_view>("names")  // of the vectors, such as "scale_a scale_b bias"
                                   .Attr<bool>("fast_accum"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -205,27 +205,25 @@ def _dynamic_kernel(x, *, qtype, axes, symmetric):
     if layout is None:
         return _dynamic_reference(x, qtype=qtype, axes=axes, symmetric=symmetric)
     rows = math.prod(scale_shape)
+    column = functools.partial(jax.ShapeDtypeStruct, (rows, 1))
+    workspace = jax.ShapeDtypeStruct((2,), jnp.uint32)
     call = jax.ffi.ffi_call("jax_qmm_quantize_dynamic", (
-        jax.ShapeDtypeStruct(layout, qtype),
-        jax.ShapeDtypeStruct((rows, 1), jnp.float32),
-        jax.ShapeDtypeStruct((0, 0) if symmetric else (rows, 1), jnp.int32),
-        jax.ShapeDtypeStruct((2,), jnp.uint32),  # workspace
-    ))
-    qvalue, scale, zero_point, _ = call(x.reshape(layout))
-    out = [qvalue.reshape(x.shape), scale.reshape(scale_shape)]
-    return out if symmetric else [*out, zero_point.reshape(scale_shape)]
+        jax.ShapeDtypeStruct(layout, qtype), column(jnp.float32), workspace,
+        *([] if symmetric else [column(jnp.int32)])))
+    qvalue, scale, _, *zero_point = call(x.reshape(layout))
+    return [qvalue.reshape(x.shape), *(parameter.reshape(scale_shape) for parameter in (scale, *zero_point))]
 
 
-def _static_kernel(x, scale, zero_point=None, *, qtype):
-    layout = _kernel_layout(x.shape, scale.shape, dynamic=False)
+def _static_kernel(x, *parameters, qtype):
+    scale_shape = parameters[0].shape
+    layout = _kernel_layout(x.shape, scale_shape, dynamic=False)
     if layout is None:
-        return _static_reference(x, scale, zero_point, qtype=qtype)
-    varies = [axis for axis, size in enumerate(scale.shape) if size != 1]
-    per_row = x.shape[:varies[-1] + 1] + (1,) * (x.ndim - varies[-1] - 1) if varies else scale.shape
+        return _static_reference(x, *parameters, qtype=qtype)
+    varies = [axis for axis, size in enumerate(scale_shape) if size != 1]
+    per_row = x.shape[:varies[-1] + 1] + (1,) * (x.ndim - varies[-1] - 1) if varies else scale_shape
     as_column = lambda parameter: jnp.broadcast_to(parameter, per_row).reshape(layout[0] if varies else 1, 1)
-    zero_point = jnp.zeros((0, 0), jnp.int32) if zero_point is None else as_column(zero_point)
     call = jax.ffi.ffi_call("jax_qmm_quantize_static", jax.ShapeDtypeStruct(layout, qtype))
-    return [call(x.reshape(layout), as_column(scale), zero_point).reshape(x.shape)]
+    return [call(x.reshape(layout), *map(as_column, parameters)).reshape(x.shape)]
 
 
 def _kernel_layout(shape, scale_shape, dynamic):

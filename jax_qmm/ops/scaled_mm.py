@@ -235,14 +235,11 @@ def _call_kernel(a, b, *vectors, names, num_batch, out_dtype, fast_accum):
             x = jnp.broadcast_to(x, (*batch, *x.shape[num_batch:]))
         return x.reshape(math.prod(x.shape[:num_batch]), *tail)
 
-    given = dict(zip(names, vectors))
-    floats, ints = ("scale_a", "scale_b", "bias"), ("azp_adj", "azp")
-    vectors = [fold(given[name], math.prod(given[name].shape[num_batch:])) if name in given
-               else jnp.zeros((0, 0), jnp.float32 if name in floats else jnp.int32) for name in floats + ints]
     k, m = a.shape[-1], math.prod(rows)
     result = jax.ShapeDtypeStruct((math.prod(batch), m, n), out_dtype)
     out = jax.ffi.ffi_call("jax_qmm_scaled_mm", result)(
-        fold(a, m, k), fold(b, n, k), *vectors, fast_accum=fast_accum)
+        fold(a, m, k), fold(b, n, k), *(fold(x, math.prod(x.shape[num_batch:])) for x in vectors),
+        names=" ".join(names), fast_accum=fast_accum)
     return out.reshape(*batch, *rows, n)
 
 

@@ -46,12 +46,11 @@ def calls(text):
 def test_lowers_to_one_call_in_row_major_order_without_transposes():
     text = stablehlo(mm, *int8_operands())
     ((operands, result, attributes),) = calls(text)
-    assert operands == ["1x512x1024xi8", "1x2048x1024xi8", "1x512xf32", "1x2048xf32", "1x2048xbf16",
-                        "0x0xi32", "0x0xi32"]
+    assert operands == ["1x512x1024xi8", "1x2048x1024xi8", "1x512xf32", "1x2048xf32", "1x2048xbf16"]
     assert result == "tensor<1x512x2048xbf16>"
-    assert "fast_accum = false" in attributes
-    # Minor to major, of a, b and the result, and of the five vectors.
-    assert attributes.count("dense<[2, 1, 0]>") == 3 and attributes.count("dense<[1, 0]>") == 5
+    assert "fast_accum = false" in attributes and 'names = "scale_a scale_b bias"' in attributes
+    # Minor to major, of a, b and the result, and of the three vectors.
+    assert attributes.count("dense<[2, 1, 0]>") == 3 and attributes.count("dense<[1, 0]>") == 3
     assert "stablehlo.transpose" not in text and "stablehlo.dot_general" not in text
 
 
@@ -75,18 +74,21 @@ def test_the_default_precision_counts():
     assert "fast_accum = false" in attributes
 
 
-def test_zero_points_and_absent_operands():
-    a, b, scale_a, scale_b, _ = int8_operands()
-    vector, rows = spec((N,), jnp.int32), spec((M,), jnp.int32)
-    ((operands, *_),) = calls(stablehlo(jax_qmm.scaled_mm_azp, a, b, scale_a, scale_b, vector))
-    assert operands[4:] == ["0x0xf32", "1x2048xi32", "0x0xi32"]
-    ((operands, *_),) = calls(
-        stablehlo(jax_qmm.scaled_mm_azp_per_token, a, b, scale_a, scale_b, vector, rows)
-    )
-    assert operands[4:] == ["0x0xf32", "1x2048xi32", "1x512xi32"]
+def test_vectors_are_named_and_absent_ones_are_no_operands():
+    a, b, scale_a, scale_b, bias = int8_operands()
+    adj, azp = spec((N,), jnp.int32), spec((M,), jnp.int32)
+
+    def vectors(f, *args):
+        ((operands, _, attributes),) = calls(stablehlo(f, *args))
+        return dict(zip(re.search(r'names = "(.*?)"', attributes)[1].split(), operands[2:], strict=True))
+
+    scales = {"scale_a": "1x512xf32", "scale_b": "1x2048xf32"}
+    assert vectors(jax_qmm.scaled_mm, a, b, scale_a, scale_b) == scales
+    assert vectors(jax_qmm.scaled_mm_azp, a, b, scale_a, scale_b, adj) == scales | {"azp_adj": "1x2048xi32"}
+    assert vectors(jax_qmm.scaled_mm_azp_per_token, a, b, scale_a, scale_b, adj, azp, bias) == scales | {
+        "azp_adj": "1x2048xi32", "azp": "1x512xi32", "bias": "1x2048xbf16"}
     raw = functools.partial(jax_qmm.scaled_mm, scale_a=1.0, scale_b=1.0, out_dtype=jnp.int32)
-    ((operands, result, _),) = calls(stablehlo(raw, a, b))
-    assert operands[2:] == ["0x0xf32"] * 3 + ["0x0xi32"] * 2 and result == "tensor<1x512x2048xi32>"
+    assert vectors(raw, a, b) == {}
 
 
 @pytest.mark.parametrize("in_axes, want", [
