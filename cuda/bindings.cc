@@ -16,18 +16,20 @@ using namespace jax_qmm;
 
 namespace {
 
-nb::dict stages(XLA_FFI_Handler* initialize, XLA_FFI_Handler* execute) {
-  nb::dict dict;
-  dict["initialize"] = nb::capsule(reinterpret_cast<void*>(initialize));
-  dict["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
-  return dict;
-}
+nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
-nb::dict registrations() {
+nb::dict registrations(bool record) {
   nb::dict dict;
-  dict["jax_qmm_scaled_mm"] = stages(JaxQmmScaledMmInitialize, JaxQmmScaledMm);
-  dict["jax_qmm_quantize_dynamic"] = stages(JaxQmmQuantizeInitialize, JaxQmmQuantizeDynamic);
-  dict["jax_qmm_quantize_static"] = stages(JaxQmmQuantizeInitialize, JaxQmmQuantizeStatic);
+  if (record) {
+    dict["jax_qmm_register"] = capsule(JaxQmmRegister);
+    return dict;
+  }
+  for (Target const& target : kTargets) {
+    nb::dict stages;
+    stages["initialize"] = capsule(target.initialize);
+    stages["execute"] = capsule(target.execute);
+    dict[target.name] = stages;
+  }
   return dict;
 }
 
@@ -58,7 +60,8 @@ ScaledMmChoice choice(Pair pair) { return {pair.first, pair.second}; }
 }  // namespace
 
 NB_MODULE(_kernels, m) {
-  m.def("registrations", registrations, "FFI targets and the handlers of their stages.");
+  m.def("registrations", registrations,
+        "FFI targets and their handlers; or, where XLA takes handlers of the stage record, the one that registers all.");
   m.def("ffi_api_version", [] { return std::pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); }, "Of the handlers' headers.");
   m.def("architectures", [] { return std::vector<std::string>{JAX_QMM_ARCHS}; }, "GPU architectures with kernels here.");
   m.def(

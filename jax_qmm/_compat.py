@@ -1,6 +1,8 @@
 """Every private or version-dependent JAX name that jax_qmm uses, for jax 0.10 to 0.12."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 from jax._src import core, dispatch
@@ -14,6 +16,16 @@ ShardingTypeError = core.ShardingTypeError
 enable_x64 = jax.enable_x64
 lower_with_sharding_in_types = mlir.lower_with_sharding_in_types
 canonicalize_out_sharding = functools.partial(canonicalize_sharding, check_mesh_consistency=False)
+
+
+@functools.cache
+def records_kernels():
+    """Whether XLA takes kernels into its CUDA graphs by the FFI stage "record", in a version that we know."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "record_c_api.h")
+    if not header.exists():
+        return False
+    version = re.findall(r"#define XLA_FFI_Extension_Record_M\w+Version (\d+)", header.read_text())
+    return version in (["0", "1"], ["0", "2"])
 
 
 def define_impl(primitive):

@@ -8,7 +8,7 @@ import warnings
 import jax
 from jax import export
 
-from jax_qmm import tuning
+from jax_qmm import _compat, tuning
 
 TARGETS = ("jax_qmm_scaled_mm", "jax_qmm_quantize_dynamic", "jax_qmm_quantize_static")
 
@@ -24,8 +24,8 @@ def _load():
         return None, "jax_qmm was built without kernels (set JAX_QMM_CUDA_ARCHS=90a and install again)"
     except ImportError as error:
         return None, f"the extension failed to load: {error}"
-    for target, stages in kernels.registrations().items():
-        jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+    for target, handlers in kernels.registrations(_compat.records_kernels()).items():
+        jax.ffi.register_ffi_target(target, handlers, platform="CUDA")
     return kernels, None
 
 

@@ -1,8 +1,9 @@
-// jax_qmm_quantize_dynamic and jax_qmm_quantize_static: check the buffers, fill Quantize, launch.
+// jax_qmm_quantize_dynamic and jax_qmm_quantize_static: check the buffers, fill Quantize, launch or record.
 #include "quantize/quantize.h"
 
 #include "ffi/handlers.h"
 #include "ffi/helpers.h"
+#include "ffi/queue.h"
 
 namespace jax_qmm {
 namespace {
@@ -36,44 +37,53 @@ ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer q, ffi::AnyBuffer scale, std::o
   return ffi::Error::Success();
 }
 
-ffi::Error execute_dynamic(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> q,
-                           ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::BufferR1<ffi::U32>> workspace,
-                           std::optional<ffi::Result<ffi::AnyBuffer>> zero_point) {
+ffi::Error dynamic(Queue const& queue, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> scale,
+                   ffi::Result<ffi::BufferR1<ffi::U32>> workspace, std::optional<ffi::Result<ffi::AnyBuffer>> zero_point) {
   Quantize problem;
   JAX_QMM_RETURN_IF_ERROR(read(x, *q, *scale, zero_point ? std::optional(**zero_point) : std::nullopt, problem));
   if (workspace->element_count() != 2) return ffi::Error::InvalidArgument("workspace needs 2 elements");
-  return cuda_error(quantize_dynamic(problem, workspace->typed_data(), stream), "quantize_dynamic");
+  return queue([&](Submit const& submit) {
+    return cuda_error(quantize_dynamic(problem, workspace->typed_data(), submit), "quantize_dynamic");
+  });
 }
 
-ffi::Error execute_static(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                          std::optional<ffi::AnyBuffer> zero_point, ffi::Result<ffi::AnyBuffer> q) {
+ffi::Error fixed(Queue const& queue, ffi::AnyBuffer x, ffi::AnyBuffer scale, std::optional<ffi::AnyBuffer> zero_point,
+                 ffi::Result<ffi::AnyBuffer> q) {
   Quantize problem;
   JAX_QMM_RETURN_IF_ERROR(read(x, *q, scale, zero_point, problem));
-  return cuda_error(quantize_static(problem, stream), "quantize_static");
+  return queue([&](Submit const& submit) { return cuda_error(quantize_static(problem, submit), "quantize_static"); });
 }
 
-ffi::Error initialize_quantize() { return cuda_error(prepare_quantize(), "loading the quantize kernels"); }
+ffi::Error initialize() { return cuda_error(prepare_quantize(), "loading the quantize kernels"); }
+
+// What both stages take.
+template <class Binding>
+auto bind_dynamic(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()           // x (R, C)
+      .template Ret<ffi::AnyBuffer>()           // q (R, C)
+      .template Ret<ffi::AnyBuffer>()           // scale (1 | R, 1)
+      .template Ret<ffi::BufferR1<ffi::U32>>()  // workspace (2,)
+      .template OptionalRet<ffi::AnyBuffer>();  // zero_point (1 | R, 1)
+}
+
+template <class Binding>
+auto bind_static(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()          // x (R, C)
+      .template Arg<ffi::AnyBuffer>()          // scale (1 | R, 1)
+      .template OptionalArg<ffi::AnyBuffer>()  // zero_point (1 | R, 1)
+      .template Ret<ffi::AnyBuffer>();         // q (R, C)
+}
 
 }  // namespace
+
+using ffi::Traits;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeInitialize, initialize, ffi::Ffi::BindInitialize());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamic, dynamic, bind_dynamic(bind_execute()), {Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamicRecord, dynamic, bind_dynamic(bind_record()), {Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStatic, fixed, bind_static(bind_execute()), {Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStaticRecord, fixed, bind_static(bind_record()), {Traits::kCmdBufferCompatible});
+
 }  // namespace jax_qmm
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeInitialize, jax_qmm::initialize_quantize, xla::ffi::Ffi::BindInitialize());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamic, jax_qmm::execute_dynamic,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()                    // x (R, C)
-                                  .Ret<xla::ffi::AnyBuffer>()                    // q (R, C)
-                                  .Ret<xla::ffi::AnyBuffer>()                    // scale (1 | R, 1)
-                                  .Ret<xla::ffi::BufferR1<xla::ffi::U32>>()      // workspace (2,)
-                                  .OptionalRet<xla::ffi::AnyBuffer>(),           // zero_point (1 | R, 1)
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStatic, jax_qmm::execute_static,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()          // x (R, C)
-                                  .Arg<xla::ffi::AnyBuffer>()          // scale (1 | R, 1)
-                                  .OptionalArg<xla::ffi::AnyBuffer>()  // zero_point (1 | R, 1)
-                                  .Ret<xla::ffi::AnyBuffer>(),         // q (R, C)
-                              {xla::ffi::Traits::kCmdBufferCompatible});

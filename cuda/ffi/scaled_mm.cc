@@ -1,4 +1,4 @@
-// jax_qmm_scaled_mm: checks the buffers, fills ScaledMm, launches.
+// jax_qmm_scaled_mm: checks the buffers, fills ScaledMm, launches or records.
 #include "scaled_mm/scaled_mm.h"
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 
 #include "ffi/handlers.h"
 #include "ffi/helpers.h"
+#include "ffi/queue.h"
 
 namespace jax_qmm {
 namespace {
@@ -48,17 +49,17 @@ ffi::Error read_vectors(ffi::RemainingArgs buffers, std::string_view names, Scal
   return ffi::Error::Success();
 }
 
-ffi::Error execute(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors,
-                   ffi::Result<ffi::AnyBuffer> out, std::string_view names, bool fast_accum) {
+ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors, ffi::AnyBuffer out, std::string_view names,
+                bool fast_accum, ScaledMm& problem) {
   JAX_QMM_RETURN_IF_ERROR(check_dtype(a, "a", {DType::kS8, DType::kF8E4M3}));
   JAX_QMM_RETURN_IF_ERROR(check_dtype(b, "b", {*dtype_of(a)}));
   JAX_QMM_RETURN_IF_ERROR(check_rank(a, "a", 3));
   JAX_QMM_RETURN_IF_ERROR(check_rank(b, "b", 3));
-  JAX_QMM_RETURN_IF_ERROR(check_rank(*out, "out", 3));
-  int64_t const batch = out->dimensions()[0], m = a.dimensions()[1], n = b.dimensions()[1], k = a.dimensions()[2];
+  JAX_QMM_RETURN_IF_ERROR(check_rank(out, "out", 3));
+  int64_t const batch = out.dimensions()[0], m = a.dimensions()[1], n = b.dimensions()[1], k = a.dimensions()[2];
   JAX_QMM_RETURN_IF_ERROR(check_shape(a, "a", {a.dimensions()[0] == 1 ? 1 : batch, m, k}));
   JAX_QMM_RETURN_IF_ERROR(check_shape(b, "b", {b.dimensions()[0] == 1 ? 1 : batch, n, k}));
-  JAX_QMM_RETURN_IF_ERROR(check_shape(*out, "out", {batch, m, n}));
+  JAX_QMM_RETURN_IF_ERROR(check_shape(out, "out", {batch, m, n}));
   for (int64_t dim : {batch, m, n, k}) {
     if (dim > std::numeric_limits<int>::max()) {
       return ffi::Error::InvalidArgument("a has shape " + to_string(a.dimensions()) + " and b " +
@@ -66,10 +67,9 @@ ffi::Error execute(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi:
     }
   }
 
-  ScaledMm problem{};
   problem.a = a.untyped_data();
   problem.b = b.untyped_data();
-  problem.out = out->untyped_data();
+  problem.out = out.untyped_data();
   problem.m = static_cast<int>(m);
   problem.n = static_cast<int>(n);
   problem.k = static_cast<int>(k);
@@ -81,38 +81,51 @@ ffi::Error execute(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi:
   problem.fast_accum = fast_accum;
   bool const int8 = problem.in == DType::kS8;
   if (int8) {
-    JAX_QMM_RETURN_IF_ERROR(check_dtype(*out, "out", {DType::kBF16, DType::kF16, DType::kF32, DType::kS32}));
+    JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", {DType::kBF16, DType::kF16, DType::kF32, DType::kS32}));
   } else {
-    JAX_QMM_RETURN_IF_ERROR(check_dtype(*out, "out", {DType::kBF16, DType::kF16, DType::kF32}));
+    JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", {DType::kBF16, DType::kF16, DType::kF32}));
   }
-  problem.out_dtype = *dtype_of(*out);
+  problem.out_dtype = *dtype_of(out);
 
-  JAX_QMM_RETURN_IF_ERROR(read_vectors(vectors, names, problem));
+  return read_vectors(vectors, names, problem);
+}
 
+ffi::Error scaled_mm(Queue const& queue, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors,
+                     ffi::Result<ffi::AnyBuffer> out, std::string_view names, bool fast_accum) {
+  ScaledMm problem{};
+  JAX_QMM_RETURN_IF_ERROR(read(a, b, vectors, *out, names, fast_accum, problem));
   int device, sm_count;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaGetDevice(&device), "cudaGetDevice"));
   JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device),
                                      "cudaDeviceGetAttribute"));
   ScaledMmChoice const choice = select_scaled_mm(problem, sm_count);
-  cudaError_t const error = launch_scaled_mm(problem, choice, sm_count, stream);
-  if (error == cudaSuccess) return ffi::Error::Success();  // before a kernel is put into words
-  return cuda_error(error, describe_scaled_mm(choice).c_str());
+  return queue([&](Submit const& submit) {
+    cudaError_t const error = launch_scaled_mm(problem, choice, sm_count, submit);
+    if (error == cudaSuccess) return ffi::Error::Success();  // before a kernel is put into words
+    return cuda_error(error, describe_scaled_mm(choice).c_str());
+  });
 }
 
 ffi::Error initialize() { return cuda_error(prepare_scaled_mm(), "preparing the scaled_mm kernels"); }
 
+// What both stages take.
+template <class Binding>
+auto bind(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()            // a (1 | batch, M, K)
+      .template Arg<ffi::AnyBuffer>()            // b (1 | batch, N, K)
+      .RemainingArgs()                           // vectors, (1 | batch, 1 | M or N) each
+      .template Ret<ffi::AnyBuffer>()            // out (batch, M, N)
+      .template Attr<std::string_view>("names")  // of the vectors, such as "scale_a scale_b bias"
+      .template Attr<bool>("fast_accum");
+}
+
 }  // namespace
+
+using ffi::Traits;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMmInitialize, initialize, ffi::Ffi::BindInitialize());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMm, scaled_mm, bind(bind_execute()), {Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMmRecord, scaled_mm, bind(bind_record()), {Traits::kCmdBufferCompatible});
+
 }  // namespace jax_qmm
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMmInitialize, jax_qmm::initialize, xla::ffi::Ffi::BindInitialize());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMm, jax_qmm::execute,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // a (1 | batch, M, K)
-                                  .Arg<xla::ffi::AnyBuffer>()  // b (1 | batch, N, K)
-                                  .RemainingArgs()             // vectors: (1 | batch, 1 | M or N) each
-                                  .Ret<xla::ffi::AnyBuffer>()  // out (batch, M, N)
-                                  .Attr<std::string_view>("names")  // of the vectors, such as "scale_a scale_b bias"
-                                  .Attr<bool>("fast_accum"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -60,6 +60,12 @@ struct Chunk {
   }
 };
 
+// The next kernel may start, and wait for this one's results as this one does for those before it.
+__device__ inline void begin() {
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+}
+
 template <Kind kind, class Lane>
 struct Bounds {
   Lane high{}, low{};
@@ -160,6 +166,7 @@ __device__ void quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t 
 template <class In, Kind kind, int V, int N>
 __global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
     quantize_rows(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points) {
+  begin();
   int64_t const row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= rows) return;
   x += row * cols;
@@ -194,9 +201,15 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
   }
 }
 
+__global__ void clear(uint32_t* words) {
+  begin();
+  words[threadIdx.x] = 0;
+}
+
 // The range of a whole tensor, into two words that were zero.
 template <class In, Kind kind, int V, int N>
 __global__ void __launch_bounds__(kPieceThreads) find_range(In const* x, int64_t size, uint32_t* words) {
+  begin();
   Bounds<kind, typename Chunk<In, V>::Lane> bounds;
   Piece<In, kind, V, N> piece;
   int64_t const step = int64_t{blockDim.x} * piece.kPerThread;
@@ -218,6 +231,7 @@ template <class In, Kind kind, int V, int N>
 __global__ void __launch_bounds__(kPieceThreads, V > 1 ? 5 : 4)
     quantize_given(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points,
                    int scale_stride, uint32_t const* words) {
+  begin();
   Piece<In, kind, V, N> piece;
   int64_t const step = int64_t{blockDim.x} * piece.kPerThread;
   int64_t const first = (gridDim.x - 1 - blockIdx.x) * step;

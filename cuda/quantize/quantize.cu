@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "launch.cuh"
 #include "once_per_device.h"
 #include "quantize/kernels.cuh"
 
@@ -31,85 +32,70 @@ struct Launches {
   }
 
   template <int V, int N>
-  static void rows(Quantize const& p, cudaStream_t stream) {
+  static cudaError_t rows(Quantize const& p, Submit const& submit) {
     // A row that doesn't fit the largest block comes in pieces of a block that leaves room for a second one.
     int64_t const threads = warps(ceil_div(p.cols, V * N));
     dim3 const block = block_of(threads <= kRowThreads<V, N> ? threads : 512);
-    quantize_rows<In, kind, V, N><<<ceil_div(p.rows, block.y), block, 0, stream>>>(
-        static_cast<In const*>(p.x), static_cast<uint8_t*>(p.q), p.rows, p.cols, p.scale, p.zero_point);
+    return launch(submit, {dim3(ceil_div(p.rows, block.y)), block}, quantize_rows<In, kind, V, N>,
+                  static_cast<In const*>(p.x), static_cast<uint8_t*>(p.q), p.rows, p.cols, p.scale, p.zero_point);
   }
 
   template <int V, int N>
-  static void range(In const* x, int64_t size, uint32_t* words, cudaStream_t stream) {
+  static cudaError_t range(In const* x, int64_t size, uint32_t* words, Submit const& submit) {
+    if (size == 0) return cudaSuccess;
     int64_t const blocks = std::min<int64_t>(ceil_div(size, kPieceThreads * V * N), 4096);
-    if (blocks > 0) find_range<In, kind, V, N><<<blocks, kPieceThreads, 0, stream>>>(x, size, words);
+    return launch(submit, {dim3(blocks), kPieceThreads}, find_range<In, kind, V, N>, x, size, words);
   }
 
   template <int V, int N>
-  static void given(Quantize const& p, In const* x, uint8_t* q, int64_t rows, int64_t cols, uint32_t const* words,
-                    cudaStream_t stream) {
-    if (cols == 0) return;
+  static cudaError_t given(Quantize const& p, In const* x, uint8_t* q, int64_t rows, int64_t cols, uint32_t const* words,
+                           Submit const& submit) {
+    if (cols == 0) return cudaSuccess;
     dim3 const block = block_of(std::min<int64_t>(kPieceThreads, warps(ceil_div(cols, V * N))));
     dim3 const grid(ceil_div(cols, block.x * V * N), std::min<int64_t>(ceil_div(rows, block.y), 65535));
-    quantize_given<In, kind, V, N>
-        <<<grid, block, 0, stream>>>(x, q, rows, cols, p.scale, p.zero_point, p.per_tensor ? 0 : 1, words);
+    return launch(submit, {grid, block}, quantize_given<In, kind, V, N>, x, q, rows, cols, p.scale, p.zero_point,
+                  p.per_tensor ? 0 : 1, words);
   }
 
   // The tensor as one row: all that fits in vectors, then the rest.
-  static void tensor(Quantize const& p, uint32_t const* words, cudaStream_t stream) {
+  static cudaError_t tensor(Quantize const& p, uint32_t const* words, Submit const& submit) {
     In const* const x = static_cast<In const*>(p.x);
     uint8_t* const q = static_cast<uint8_t*>(p.q);
     int64_t const size = p.rows * p.cols, vectors = aligned(x, q) ? size / kVector * kVector : 0;
-    given<kVector, 4>(p, x, q, 1, vectors, words, stream);
-    given<1, 8>(p, x + vectors, q + vectors, 1, size - vectors, words, stream);
+    if (cudaError_t const error = given<kVector, 4>(p, x, q, 1, vectors, words, submit)) return error;
+    return given<1, 8>(p, x + vectors, q + vectors, 1, size - vectors, words, submit);
   }
 
-  static cudaError_t dynamic(Quantize p, uint32_t* workspace, cudaStream_t stream) {
+  static cudaError_t dynamic(Quantize p, uint32_t* workspace, Submit const& submit) {
     In const* const x = static_cast<In const*>(p.x);
     bool vectors = aligned(x, static_cast<uint8_t*>(p.q));
     if (p.per_tensor) p = {p.x, p.q, 1, p.rows * p.cols, p.in, p.out, true, p.scale, p.zero_point};
     int64_t const whole = p.cols / kVector * kVector;
     if (p.rows == 1 && p.cols > 1024 * (vectors ? 8 * kVector : kScalars)) {
       p.per_tensor = true;
-      if (cudaError_t const error = cudaMemsetAsync(workspace, 0, 2 * sizeof(uint32_t), stream)) return error;
-      if (!vectors) {
-        range<1, kScalars>(x, p.cols, workspace, stream);
-      } else {
-        range<kVector, 8>(x, whole, workspace, stream);
-        range<1, kScalars>(x + whole, p.cols - whole, workspace, stream);
-      }
-      tensor(p, workspace, stream);
-      return cudaGetLastError();
+      int64_t const first = vectors ? whole : 0;
+      if (cudaError_t const error = launch(submit, {1, 2}, clear, workspace)) return error;
+      if (cudaError_t const error = range<kVector, 8>(x, first, workspace, submit)) return error;
+      if (cudaError_t const error = range<1, kScalars>(x + first, p.cols - first, workspace, submit)) return error;
+      return tensor(p, workspace, submit);
     }
     vectors = vectors && whole == p.cols;
     int64_t const chunks = ceil_div(p.cols, kVector);
     if (p.rows == 0) return cudaSuccess;
-    if (!vectors) {
-      rows<1, kScalars>(p, stream);
-    } else if (chunks <= kWarp) {
-      rows<kVector, 1>(p, stream);
-    } else if (chunks <= 2 * kWarp) {
-      rows<kVector, 2>(p, stream);
-    } else if (chunks <= 4 * kRowThreads<kVector, 4>) {
-      rows<kVector, 4>(p, stream);
-    } else {
-      rows<kVector, 8>(p, stream);
-    }
-    return cudaGetLastError();
+    if (!vectors) return rows<1, kScalars>(p, submit);
+    if (chunks <= kWarp) return rows<kVector, 1>(p, submit);
+    if (chunks <= 2 * kWarp) return rows<kVector, 2>(p, submit);
+    if (chunks <= 4 * kRowThreads<kVector, 4>) return rows<kVector, 4>(p, submit);
+    return rows<kVector, 8>(p, submit);
   }
 
-  static cudaError_t given_scales(Quantize const& p, cudaStream_t stream) {
+  static cudaError_t given_scales(Quantize const& p, Submit const& submit) {
     In const* const x = static_cast<In const*>(p.x);
     uint8_t* const q = static_cast<uint8_t*>(p.q);
     if (p.rows == 0 || p.cols == 0) return cudaSuccess;
-    if (p.per_tensor || p.rows == 1) {
-      tensor(p, nullptr, stream);
-    } else if (aligned(x, q) && p.cols % kVector == 0) {
-      given<kVector, 4>(p, x, q, p.rows, p.cols, nullptr, stream);
-    } else {
-      given<1, 8>(p, x, q, p.rows, p.cols, nullptr, stream);
-    }
-    return cudaGetLastError();
+    if (p.per_tensor || p.rows == 1) return tensor(p, nullptr, submit);
+    if (aligned(x, q) && p.cols % kVector == 0) return given<kVector, 4>(p, x, q, p.rows, p.cols, nullptr, submit);
+    return given<1, 8>(p, x, q, p.rows, p.cols, nullptr, submit);
   }
 
   static cudaError_t prepare() {
@@ -119,6 +105,7 @@ struct Launches {
         reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 2>),
         reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 4>),
         reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 8>),
+        reinterpret_cast<void const*>(clear),
         reinterpret_cast<void const*>(find_range<In, kind, 1, kScalars>),
         reinterpret_cast<void const*>(find_range<In, kind, kVector, 8>),
         reinterpret_cast<void const*>(quantize_given<In, kind, 1, 8>),
@@ -177,12 +164,12 @@ cudaError_t prepare_quantize() {
   });
 }
 
-cudaError_t quantize_static(Quantize const& problem, cudaStream_t stream) {
-  return quantize::with_launches(problem, [&](auto launches) { return launches.given_scales(problem, stream); });
+cudaError_t quantize_static(Quantize const& problem, Submit const& submit) {
+  return quantize::with_launches(problem, [&](auto launches) { return launches.given_scales(problem, submit); });
 }
 
-cudaError_t quantize_dynamic(Quantize const& problem, uint32_t* workspace, cudaStream_t stream) {
-  return quantize::with_launches(problem, [&](auto launches) { return launches.dynamic(problem, workspace, stream); });
+cudaError_t quantize_dynamic(Quantize const& problem, uint32_t* workspace, Submit const& submit) {
+  return quantize::with_launches(problem, [&](auto launches) { return launches.dynamic(problem, workspace, submit); });
 }
 
 }  // namespace jax_qmm

@@ -14,6 +14,7 @@
 #include <cuda_runtime_api.h>
 
 #include "dtype.h"
+#include "launch.h"
 
 namespace jax_qmm {
 
@@ -32,9 +33,9 @@ struct Quantize {
 // once.
 cudaError_t prepare_quantize();
 
-// Enqueue the quantizers on `stream` of the current device. Empty arrays are legal. Reading the range of a whole tensor
-// takes two words of workspace.
-cudaError_t quantize_static(Quantize const& problem, cudaStream_t stream);
-cudaError_t quantize_dynamic(Quantize const& problem, uint32_t* workspace, cudaStream_t stream);
+// Submit the quantizers' kernels on the current device, up to five. Empty arrays are legal, and need none. Reading the range of
+// a whole tensor takes two words of workspace.
+cudaError_t quantize_static(Quantize const& problem, Submit const& submit);
+cudaError_t quantize_dynamic(Quantize const& problem, uint32_t* workspace, Submit const& submit);
 
 }  // namespace jax_qmm

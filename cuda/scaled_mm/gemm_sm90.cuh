@@ -5,12 +5,13 @@
 #define CUTLASS_ENABLE_GDC_FOR_SM90 1
 
 #include "cutlass/cutlass.h"
+#include "cutlass/device_kernel.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/kernel_hardware_info.h"
 
+#include "launch.cuh"
 #include "scaled_mm/epilogues_sm90.cuh"
 #include "scaled_mm/gemm_sm90.h"
 
@@ -51,7 +52,6 @@ struct GemmTypes {
       KernelSchedule>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue,
                                                       cutlass::gemm::PersistentScheduler>;
-  using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 };
 
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
@@ -66,7 +66,7 @@ cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, s
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
           Schedule schedule, bool Swap>
 cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>::launch(
-    ScaledMm const& problem, int swizzle, int sm_count, cudaStream_t stream) {
+    ScaledMm const& problem, int swizzle, int sm_count, Submit const& submit) {
   using Types = GemmTypes<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>;
   using Kernel = typename Types::Kernel;
   using Element = typename Types::Element;
@@ -93,11 +93,10 @@ cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, s
       hardware};
   args.scheduler.max_swizzle_size = swizzle;
 
-  auto params = Kernel::to_underlying_arguments(args, /*workspace=*/nullptr);
-  auto status = Types::Device::run(params, stream, /*cuda_adapter=*/nullptr, /*launch_with_pdl=*/true);
-  if (status == cutlass::Status::kSuccess) return cudaSuccess;
-  cudaError_t error = cudaGetLastError();
-  return error != cudaSuccess ? error : cudaErrorLaunchFailure;
+  auto const params = Kernel::to_underlying_arguments(args, /*workspace=*/nullptr);
+  LaunchShape const shape{Kernel::get_grid_shape(params), Kernel::get_block_shape(), Kernel::SharedStorageSize,
+                          dim3(ClusterM, ClusterN)};
+  return jax_qmm::launch(submit, shape, cutlass::device_kernel<Kernel>, params);
 }
 
 }  // namespace jax_qmm::sm90

@@ -33,7 +33,7 @@ template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, 
           Schedule schedule, bool Swap>
 struct Gemm {
   static cudaError_t prepare();
-  static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, cudaStream_t stream);
+  static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, Submit const& submit);
 };
 
 }  // namespace jax_qmm::sm90

@@ -1,5 +1,6 @@
 // The product for operands that TMA can't describe: any alignment, any N and K, K = 0 too. Warp-level tensor cores on
 // 64 x 64 tiles.
+#include "launch.cuh"
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/generic.h"
 #include "scaled_mm/mma.cuh"
@@ -62,6 +63,7 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
   uint8_t const* a = p.a + l * p.a_batch_stride;
   uint8_t const* b = p.b + l * p.b_batch_stride;
 
+  cudaGridDependencySynchronize();
   Accumulator acc[2][4][4] = {};
   uint32_t words_a[kWordsPerThread], words_b[kWordsPerThread];
   load_tile(words_a, a, tile_m * kTile, p.m, 0, p.k, p.vector_bytes);
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
 
 }  // namespace
 
-cudaError_t launch_generic(ScaledMm const& p, cudaStream_t stream) {
+cudaError_t launch_generic(ScaledMm const& p, Submit const& submit) {
   auto address = [](void const* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
   bool const words = (address(p.a) | address(p.b) | uintptr_t(p.k)) % 4 == 0;
   Params params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, p.k,
@@ -139,8 +141,7 @@ cudaError_t launch_generic(ScaledMm const& p, cudaStream_t stream) {
   bool const two_bytes = p.out_dtype == DType::kBF16 || p.out_dtype == DType::kF16;
   auto* kernel = p.in == DType::kS8 ? (two_bytes ? generic_kernel<int32_t, uint16_t> : generic_kernel<int32_t, uint32_t>)
                                     : (two_bytes ? generic_kernel<float, uint16_t> : generic_kernel<float, uint32_t>);
-  kernel<<<unsigned(tiles), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch(submit, {unsigned(tiles), kThreads}, kernel, params);
 }
 
 }  // namespace jax_qmm

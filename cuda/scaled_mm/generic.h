@@ -5,6 +5,6 @@
 
 namespace jax_qmm {
 
-cudaError_t launch_generic(ScaledMm const& problem, cudaStream_t stream);
+cudaError_t launch_generic(ScaledMm const& problem, Submit const& submit);
 
 }  // namespace jax_qmm

@@ -14,6 +14,7 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cuda_host_adapter.hpp"
 
+#include "launch.cuh"
 #include "scaled_mm/epilogue.cuh"
 
 namespace jax_qmm::sm90 {
@@ -308,7 +309,7 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
           bool Swap>
 cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::launch(
-    ScaledMm const& p, int, int sm_count, cudaStream_t stream) {
+    ScaledMm const& p, int, int sm_count, Submit const& submit) {
   using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
   auto const tiles = [](int rows, int tile, int cluster) {
     return (rows - 1) / (tile * cluster) * cluster + cluster;  // whole clusters
@@ -320,21 +321,11 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
   if (error == cudaSuccess) error = make_boxes(p.b, p.n, p.b_batch_stride, T::kBoxB, p, boxes_b);
   if (error != cudaSuccess) return error;
 
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {Split * ClusterX, ClusterY, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3((Swap ? tiles_n : tiles_m) * Split, Swap ? tiles_m : tiles_n, p.batch);
-  config.blockDim = dim3(T::kThreads);
-  config.dynamicSmemBytes = T::kSharedMemory;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
+  LaunchShape const shape{dim3((Swap ? tiles_n : tiles_m) * Split, Swap ? tiles_m : tiles_n, p.batch), T::kThreads,
+                          T::kSharedMemory, dim3(Split * ClusterX, ClusterY)};
   Params const params{p.out, p.m, p.n, p.k, tile_m, p.a_batch_stride != 0, p.b_batch_stride != 0, p.out_batch_stride,
                       epilogue_args(p), weights(p, sm_count)};
-  return cudaLaunchKernelEx(&config, one_tile_kernel<T>, params, Swap ? boxes_b : boxes_a, Swap ? boxes_a : boxes_b);
+  return jax_qmm::launch(submit, shape, one_tile_kernel<T>, params, Swap ? boxes_b : boxes_a, Swap ? boxes_a : boxes_b);
 }
 
 #define GEMM(...)

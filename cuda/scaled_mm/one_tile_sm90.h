@@ -9,7 +9,7 @@ template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX,
           bool Swap>
 struct OneTile {
   static cudaError_t prepare();
-  static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, cudaStream_t stream);
+  static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, Submit const& submit);
 };
 
 }  // namespace jax_qmm::sm90

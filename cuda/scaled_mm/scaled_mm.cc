@@ -37,7 +37,7 @@ struct Instance {
   bool swap;
   int blocks_per_sm, warps, split;
   cudaError_t (*prepare)();
-  cudaError_t (*launch)(ScaledMm const&, int swizzle, int sm_count, cudaStream_t);
+  cudaError_t (*launch)(ScaledMm const&, int swizzle, int sm_count, Submit const&);
 
   // How many rows of a a tile has, and how many tiles a cluster along them.
   int rows_of_a() const { return swap ? tile_n : tile_m; }
@@ -239,10 +239,10 @@ cudaError_t prepare_scaled_mm() {
   });
 }
 
-cudaError_t launch_scaled_mm(ScaledMm const& p, ScaledMmChoice choice, int sm_count, cudaStream_t stream) {
+cudaError_t launch_scaled_mm(ScaledMm const& p, ScaledMmChoice choice, int sm_count, Submit const& submit) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return cudaSuccess;
-  if (choice.instance < 0) return launch_generic(p, stream);
-  return kInstances[choice.instance].launch(p, choice.swizzle, sm_count, stream);
+  if (choice.instance < 0) return launch_generic(p, submit);
+  return kInstances[choice.instance].launch(p, choice.swizzle, sm_count, submit);
 }
 
 }  // namespace jax_qmm

@@ -14,6 +14,7 @@
 #include <cuda_runtime_api.h>
 
 #include "dtype.h"
+#include "launch.h"
 
 namespace jax_qmm {
 
@@ -65,7 +66,7 @@ void clear_scaled_mm_tuning();
 // Raises the kernels' shared memory limits on the current device; call it once per device, outside of stream capture.
 cudaError_t prepare_scaled_mm();
 
-// Enqueues the product on `stream` of the current device. Empty outputs are legal.
-cudaError_t launch_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice, int sm_count, cudaStream_t stream);
+// Submits the one kernel that computes the product on the current device. Empty outputs are legal, and need none.
+cudaError_t launch_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice, int sm_count, Submit const& submit);
 
 }  // namespace jax_qmm

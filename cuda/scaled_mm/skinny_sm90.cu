@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "launch.cuh"
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/mma.cuh"
 
@@ -113,18 +114,10 @@ cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::prepare() {
 }
 
 template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
-cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::launch(ScaledMm const& p, int, int, cudaStream_t stream) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3((unsigned(p.n) + kSkinnyRows - 1) / kSkinnyRows, p.batch);
-  config.blockDim = dim3(32 * Warps);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(
-      &config, kKernel<In, OutBytes, Warps, Steps, BlocksPerSm>,
+cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::launch(ScaledMm const& p, int, int, Submit const& submit) {
+  LaunchShape const shape{dim3((unsigned(p.n) + kSkinnyRows - 1) / kSkinnyRows, p.batch), 32 * Warps};
+  return jax_qmm::launch(
+      submit, shape, kKernel<In, OutBytes, Warps, Steps, BlocksPerSm>,
       Params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, unsigned(p.k), p.a_batch_stride,
              p.b_batch_stride, p.out_batch_stride, epilogue_args(p)});
 }

@@ -12,7 +12,7 @@ constexpr int kSkinnyStep = 64;  // bytes of each row: one load of 16 bytes by e
 template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
 struct Skinny {
   static cudaError_t prepare();
-  static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, cudaStream_t stream);
+  static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, Submit const& submit);
 };
 
 }  // namespace jax_qmm::sm90

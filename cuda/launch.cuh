@@ -1,0 +1,19 @@
+// Submitting a kernel with arguments of its own types; for CUDA files alone.
+#pragma once
+
+#include <type_traits>
+
+#include "launch.h"
+
+extern "C" const unsigned long long fatbinData[];  // nvcc's name for the device code of the file that includes this
+
+namespace jax_qmm {
+
+// Static, so that each file has its own with its own fatbin.
+template <class... Parameters>
+static cudaError_t launch(Submit const& submit, LaunchShape const& shape, void (*kernel)(Parameters...),
+                          std::common_type_t<Parameters> const&... arguments) {
+  return submit({reinterpret_cast<void const*>(kernel), fatbinData, shape, {{&arguments, sizeof(arguments)}...}});
+}
+
+}  // namespace jax_qmm

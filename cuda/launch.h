@@ -1,0 +1,34 @@
+// Kernel launches as values, so that one piece of code fills them and another decides where they go: on a stream, or into
+// the CUDA graph of an XLA program (ffi/record.h).
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+namespace jax_qmm {
+
+struct LaunchShape {
+  dim3 grid, block;
+  size_t shared_memory = 0;
+  dim3 cluster = {1, 1, 1};
+};
+
+// The kernel may start while the one before it ends: it waits for that one's results itself.
+struct Launch {
+  void const* kernel;  // a __global__ function
+  void const* image;   // the fatbin with its code
+  LaunchShape shape;
+  struct Argument {
+    void const* data;
+    size_t size;
+  };
+  std::vector<Argument> arguments;
+};
+
+using Submit = std::function<cudaError_t(Launch const&)>;
+
+Submit on_stream(cudaStream_t stream);
+
+}  // namespace jax_qmm
