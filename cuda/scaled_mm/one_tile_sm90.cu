@@ -151,10 +151,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       int const bytes = (kClusterY * box_x + kClusterX * box_y) * kTileK;  // of a stage
       uint16_t receivers = 0;  // of what is multicast
       for (int i = 0; i < T::kSenders; ++i) receivers |= 1 << rank(part, i);
-      // Of b, each part is read once unless there are more tiles of a than a cluster has, or a batch, which may share it.
+      // Of b, each part is read once unless there are more tiles of a than a cluster has, or a batch, which may share it. It
+      // leaves L2 to what is used again, but not to large outputs: they would be written to memory in bursts.
+      constexpr int kSmallOutput = 768 << 10;
       auto const last = TMA::CacheHintSm90::EVICT_LAST;
       bool const once = gridDim.z == 1 && (T::kSwap ? gridDim.y == kClusterY : gridDim.x == kClusterX * kSplit);
-      auto const hint_b = once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_NORMAL;
+      bool const small = int64_t(p.m) * p.n * sizeof(Bits) < kSmallOutput;
+      auto const hint_b = once && small ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_NORMAL;
       auto const hint_x = T::kSwap ? hint_b : last, hint_y = T::kSwap ? last : hint_b;
       cudaGridDependencySynchronize();
       for (int i = begin, stage = 0, turn = 0; i < end; ++i) {
