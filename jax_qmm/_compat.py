@@ -18,7 +18,6 @@ lower_with_sharding_in_types = mlir.lower_with_sharding_in_types
 canonicalize_out_sharding = functools.partial(canonicalize_sharding, check_mesh_consistency=False)
 
 
-@functools.cache
 def records_kernels():
     """Whether XLA takes kernels into its CUDA graphs by the FFI stage "record", in the version that was tested."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "record_c_api.h")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_qmm
-from jax_qmm import _ffi
+from jax_qmm import _compat, _ffi
 
 _PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
 
@@ -64,6 +64,56 @@ def test_targets_are_those_registered():
     if kernels is None:
         pytest.skip(why)
     assert set(kernels.registrations(False)) == set(_ffi.TARGETS)
+
+
+def record_header(folder, major, minor):
+    """An include directory of a jaxlib with this version of the stage "record"."""
+    header = folder / "xla" / "ffi" / "api" / "record_c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(f"#define XLA_FFI_Extension_Record_MajorVersion {major}\n"
+                      f"#define XLA_FFI_Extension_Record_MinorVersion {minor}\n")
+    return str(folder)
+
+
+def test_kernels_are_recorded_in_the_known_version_alone(monkeypatch, tmp_path):
+    def records(folder):
+        monkeypatch.setattr(jax.ffi, "include_dir", lambda: folder)
+        return _compat.records_kernels()
+
+    assert not records(str(tmp_path))
+    assert records(record_header(tmp_path / "0.1", 0, 1))
+    assert not records(record_header(tmp_path / "0.2", 0, 2))
+    assert not records(record_header(tmp_path / "1.1", 1, 1))
+
+
+REGISTER_ALL = """
+import sys
+import jax
+jax.ffi.include_dir = lambda: sys.argv[1]
+from jax.experimental.topologies import make_mesh
+from jax.sharding import NamedSharding, PartitionSpec
+from conftest import h200_topology
+import jax_qmm
+mesh = make_mesh(h200_topology(1), (1,), ("d",))
+x = jax.ShapeDtypeStruct((64, 64), "bfloat16", sharding=NamedSharding(mesh, PartitionSpec()))
+def f(x):
+    a, b = jax_qmm.quantize(x), jax_qmm.quantize(x, scale=0.1)
+    return jax_qmm.scaled_mm(a.qvalue, b.qvalue, a.scale, 0.1)
+print(jax.jit(f).lower(x).compile().as_text())
+"""
+
+
+def test_the_handler_that_registers_all_targets_does(tmp_path):
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="the plugin jax-cuda13-plugin is not installed")
+    if _ffi._load()[0] is None:
+        pytest.skip(_ffi._load()[1])
+    env = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "ops"), *sys.path])}
+    command = [sys.executable, "-c", REGISTER_ALL, record_header(tmp_path, 0, 1)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert set(re.findall(r'custom_call_target="(jax_qmm_\w+)"', run.stdout)) == set(_ffi.TARGETS)
 
 
 def test_build_without_kernels_is_named(reload, monkeypatch):

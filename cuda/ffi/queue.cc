@@ -23,14 +23,26 @@ size_t image_size(void const* image) {
 
 RecordApi::Dim3 dims(dim3 d) { return {int32_t(d.x), int32_t(d.y), int32_t(d.z)}; }
 
-// What can't change of a kernel in a graph. What is kept of a graph that is gone is replaced when its address is used again.
+// What can't change of a kernel in a graph: all but its arguments.
 using Fixed = std::tuple<void const*, unsigned, unsigned, unsigned, unsigned, unsigned>;
-std::mutex fixed_mutex;
-std::unordered_map<void const*, Fixed> fixed_by_command;
 
 Fixed fixed_of(Launch const& launch) {
   LaunchShape const& shape = launch.shape;
   return {launch.kernel, shape.grid.x, shape.grid.y, shape.grid.z, shape.block.x, shape.block.y};
+}
+
+// Of XLA's commands. What is kept of a graph that is gone is replaced when its address is used again.
+std::mutex fixed_mutex;
+std::unordered_map<void const*, Fixed> fixed_by_command;
+
+void fix(void const* command, Fixed fixed) {
+  std::lock_guard lock(fixed_mutex);
+  fixed_by_command[command] = fixed;
+}
+
+Fixed fixed_of(void const* command) {
+  std::lock_guard lock(fixed_mutex);
+  return fixed_by_command[command];
 }
 
 // Adds the kernels of one call to the graph, one after the other, or changes the arguments of those that it has.
@@ -60,8 +72,7 @@ class Recorder {
     int64_t const index = count_++;
     void const** const command = &frame_->commands[index];
     if (frame_->action == RecordApi::kUpdate) {
-      std::lock_guard lock(fixed_mutex);
-      if (index >= *frame_->num_commands || fixed_by_command[*command] != fixed_of(launch)) {
+      if (index >= *frame_->num_commands || fixed_of(*command) != fixed_of(launch)) {
         return ffi::Error::Internal("a program that ran before needs another kernel now, for the alignment of its buffers or the "
                                     "tuning changed; compile it again");
       }
@@ -79,8 +90,7 @@ class Recorder {
         frame_->context, name, launch.image, image_size(launch.image), RecordApi::kCubin, launch_dims, shape.shared_memory,
         /*uses_pdl=*/true, &all, /*dependencies=*/command - 1, /*num_dependencies=*/index > 0, command)));
     *frame_->num_commands = count_;
-    std::lock_guard lock(fixed_mutex);
-    fixed_by_command[*command] = fixed_of(launch);
+    fix(*command, fixed_of(launch));
     return ffi::Error::Success();
   }
 

@@ -46,8 +46,8 @@ def kernel_us(kernels, product: Product, choices: Sequence[tuple[int, int]], rou
               isolated: bool = False) -> list[float]:
     """Median microseconds of each choice of the extension for `product`, taking turns `rounds` times.
 
-    A launch's start may overlap the end of the one before, as in streams, unless they are `isolated`, as XLA's
-    command buffers run them.
+    A launch's start may overlap the end of the one before, as in streams and in graphs that XLA records, unless
+    they are `isolated`, as in graphs that it captures.
     """
     m, n, k, _, dtype, out_dtype, fast_accum = product
     return kernels.measure_scaled_mm(
