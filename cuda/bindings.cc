@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "ffi/handlers.h"
+#include "ffi/queue.h"
 #include "scaled_mm/measure.h"
 #include "scaled_mm/scaled_mm.h"
 
@@ -62,6 +63,7 @@ ScaledMmChoice choice(Pair pair) { return {pair.first, pair.second}; }
 NB_MODULE(_kernels, m) {
   m.def("registrations", registrations,
         "FFI targets and their handlers; or, where XLA takes handlers of the stage record, the one that registers all.");
+  m.def("count_recorded", count_recorded, "How many kernels were added to XLA's CUDA graphs or changed there.");
   m.def("ffi_api_version", [] { return std::pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); }, "Of the handlers' headers.");
   m.def("architectures", [] { return std::vector<std::string>{JAX_QMM_ARCHS}; }, "GPU architectures with kernels here.");
   m.def(

@@ -16,7 +16,7 @@ Submit on_stream(cudaStream_t stream) {
     config.dynamicSmemBytes = shape.shared_memory;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = 2;
+    config.numAttrs = shape.clustered() ? 2 : 1;
     std::vector<void*> arguments;
     for (Launch::Argument const& argument : launch.arguments) arguments.push_back(const_cast<void*>(argument.data));
     return cudaLaunchKernelExC(&config, launch.kernel, arguments.data());

@@ -1,5 +1,5 @@
 // Kernel launches as values, so that one piece of code fills them and another decides where they go: on a stream, or into
-// the CUDA graph of an XLA program (ffi/record.h).
+// the CUDA graph of an XLA program (ffi/queue.h).
 #pragma once
 
 #include <functional>
@@ -13,6 +13,8 @@ struct LaunchShape {
   dim3 grid, block;
   size_t shared_memory = 0;
   dim3 cluster = {1, 1, 1};
+
+  bool clustered() const { return cluster.x * cluster.y * cluster.z > 1; }
 };
 
 // The kernel may start while the one before it ends: it waits for that one's results itself.

@@ -42,16 +42,17 @@ ffi::Error dynamic(Queue const& queue, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuf
   Quantize problem;
   JAX_QMM_RETURN_IF_ERROR(read(x, *q, *scale, zero_point ? std::optional(**zero_point) : std::nullopt, problem));
   if (workspace->element_count() != 2) return ffi::Error::InvalidArgument("workspace needs 2 elements");
-  return queue([&](Submit const& submit) {
+  return queue([&](Submit const& submit, Chosen&) {
     return cuda_error(quantize_dynamic(problem, workspace->typed_data(), submit), "quantize_dynamic");
   });
 }
 
-ffi::Error fixed(Queue const& queue, ffi::AnyBuffer x, ffi::AnyBuffer scale, std::optional<ffi::AnyBuffer> zero_point,
+ffi::Error given(Queue const& queue, ffi::AnyBuffer x, ffi::AnyBuffer scale, std::optional<ffi::AnyBuffer> zero_point,
                  ffi::Result<ffi::AnyBuffer> q) {
   Quantize problem;
   JAX_QMM_RETURN_IF_ERROR(read(x, *q, scale, zero_point, problem));
-  return queue([&](Submit const& submit) { return cuda_error(quantize_static(problem, submit), "quantize_static"); });
+  return queue(
+      [&](Submit const& submit, Chosen&) { return cuda_error(quantize_static(problem, submit), "quantize_static"); });
 }
 
 ffi::Error initialize() { return cuda_error(prepare_quantize(), "loading the quantize kernels"); }
@@ -82,8 +83,9 @@ using ffi::Traits;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeInitialize, initialize, ffi::Ffi::BindInitialize());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamic, dynamic, bind_dynamic(bind_execute()), {Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamicRecord, dynamic, bind_dynamic(bind_record()), {Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStatic, fixed, bind_static(bind_execute()), {Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStaticRecord, fixed, bind_static(bind_record()), {Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamicRecord, dynamic, bind_dynamic(bind_record()),
+                              {Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStatic, given, bind_static(bind_execute()), {Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStaticRecord, given, bind_static(bind_record()), {Traits::kCmdBufferCompatible});
 
 }  // namespace jax_qmm

@@ -46,6 +46,7 @@ ffi::Error read_vectors(ffi::RemainingArgs buffers, std::string_view names, Scal
                                            : ffi::Error::InvalidArgument("names has no vector's name for each operand");
     if (error.failure()) return error;
   }
+  if (!names.empty()) return ffi::Error::InvalidArgument("names has more names than there are vectors");
   return ffi::Error::Success();
 }
 
@@ -98,8 +99,10 @@ ffi::Error scaled_mm(Queue const& queue, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi
   JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaGetDevice(&device), "cudaGetDevice"));
   JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device),
                                      "cudaDeviceGetAttribute"));
-  ScaledMmChoice const choice = select_scaled_mm(problem, sm_count);
-  return queue([&](Submit const& submit) {
+  return queue([&](Submit const& submit, Chosen& chosen) {
+    ScaledMmChoice const choice =
+        chosen ? ScaledMmChoice{chosen->first, chosen->second} : select_scaled_mm(problem, sm_count);
+    chosen = {choice.instance, choice.swizzle};
     cudaError_t const error = launch_scaled_mm(problem, choice, sm_count, submit);
     if (error == cudaSuccess) return ffi::Error::Success();  // before a kernel is put into words
     return cuda_error(error, describe_scaled_mm(choice).c_str());

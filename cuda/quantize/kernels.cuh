@@ -46,7 +46,8 @@ struct Chunk {
       lanes[0] = static_cast<float>(*x);
     } else {
       static_assert(V * sizeof(In) == sizeof(uint4) && sizeof(lanes) == sizeof(uint4));
-      uint4 const bits = __ldg(reinterpret_cast<uint4 const*>(x));
+      // No read-only load: what wrote x may have ended after this kernel began.
+      uint4 const bits = *reinterpret_cast<uint4 const*>(x);
       memcpy(lanes, &bits, sizeof(bits));
     }
   }

@@ -33,8 +33,8 @@ struct Quantize {
 // once.
 cudaError_t prepare_quantize();
 
-// Submit the quantizers' kernels on the current device, up to five. Empty arrays are legal, and need none. Reading the range of
-// a whole tensor takes two words of workspace.
+// Submit the quantizers' kernels on the current device, up to five, and none for empty arrays unless they have dynamic scales.
+// Reading the range of a whole tensor takes two words of workspace.
 cudaError_t quantize_static(Quantize const& problem, Submit const& submit);
 cudaError_t quantize_dynamic(Quantize const& problem, uint32_t* workspace, Submit const& submit);
 

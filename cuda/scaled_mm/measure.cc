@@ -80,8 +80,9 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
   for (ScaledMmChoice choice : choices) {
     cudaGraph_t graph;
     cudaGraphExec_t executable;
+    auto launch = [&](ScaledMm const& problem) { check(launch_scaled_mm(problem, choice, sm_count, on_stream(stream))); };
     auto launch_all = [&] {
-      for (ScaledMm const& problem : problems) check(launch_scaled_mm(problem, choice, sm_count, on_stream(stream)));
+      for (ScaledMm const& problem : problems) launch(problem);
     };
     // As many launches as make the graph's own start small beside them.
     float milliseconds;
@@ -96,7 +97,7 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
       check(cudaGraphCreate(&graph, 0));
       cudaGraphNode_t last = nullptr;
       for (int i = 0; i < repeats.back() * sets; ++i) {
-        cudaGraph_t const one = capture(stream, [&] { check(launch_scaled_mm(problems[i % sets], choice, sm_count, on_stream(stream))); });
+        cudaGraph_t const one = capture(stream, [&] { launch(problems[i % sets]); });
         cudaGraphNode_t const previous = last;
         check(cudaGraphAddChildGraphNode(&last, graph, &previous, i > 0, one));
         check(cudaGraphDestroy(one));

@@ -152,7 +152,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       uint16_t receivers = 0;  // of what is multicast
       for (int i = 0; i < T::kSenders; ++i) receivers |= 1 << rank(part, i);
       // Of b, each part is read once unless there are more tiles of a than a cluster has, or a batch, which may share it. It
-      // leaves L2 to what is used again, but not to large outputs: they would be written to memory in bursts.
+      // leaves L2 to what is used again, but not to large outputs, which would go to memory in bursts: from about M = 64 and
+      // N = 6144 on that costs more.
       constexpr int kSmallOutput = 768 << 10;
       auto const last = TMA::CacheHintSm90::EVICT_LAST;
       bool const once = gridDim.z == 1 && (T::kSwap ? gridDim.y == kClusterY : gridDim.x == kClusterX * kSplit);

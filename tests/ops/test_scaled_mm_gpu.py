@@ -320,6 +320,7 @@ def test_results_repeat(dtype, shape):
     (dict(azp=((1, 7), np.int32)), "azp"),
     (dict(azp_adj=((1, 8), np.float32)), "azp_adj"),
     (dict(scale=((1, 8), np.float32)), "names"),
+    (dict(names="scale_a scale_b bias"), "names"),
     (dict(out=((1, 8, 8), np.int8)), "out"),
 ])
 def test_the_handler_names_a_wrong_buffer(change, message):
@@ -329,7 +330,8 @@ def test_the_handler_names_a_wrong_buffer(change, message):
         | change
     )
     out_shape, out_dtype = buffers.pop("out")
+    names = buffers.pop("names", " ".join([*buffers][2:]))
     f = jax.ffi.ffi_call("jax_qmm_scaled_mm", jax.ShapeDtypeStruct(out_shape, out_dtype))
     inputs = [np.zeros(*x) for x in buffers.values()]
     with pytest.raises(Exception, match=rf"\b{message} has"):
-        jax.block_until_ready(f(*inputs, names=" ".join([*buffers][2:]), fast_accum=True))
+        jax.block_until_ready(f(*inputs, names=names, fast_accum=True))
