@@ -4,6 +4,9 @@ Tests marked `gpu` need a GPU that the installed kernels fit.
 """
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_QMM_TUNING"] = "0"
@@ -39,3 +42,28 @@ def device(request):
     platform = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
     with jax.default_device(jax.devices(platform)[0]):
         yield
+
+
+@pytest.fixture
+def kernels():
+    """The extension, whose choices of kernels a test may fix."""
+    kernels, why = _ffi._load()
+    assert kernels is not None, why
+    yield kernels
+    kernels.clear_scaled_mm_tuning()
+
+
+@pytest.fixture(scope="session")
+def run_for_h200():
+    """Runs Python with these arguments, where it can compile for an H200 (`h200_topology`); gives what it prints."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="the plugin jax-cuda13-plugin is not installed")
+
+    def run(*arguments):
+        own = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+        path = os.pathsep.join([str(Path(__file__).parent / "ops"), *sys.path])
+        own |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": path}
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=own)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

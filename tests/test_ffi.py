@@ -103,18 +103,12 @@ print(jax.jit(f).lower(x).compile().as_text())
 """
 
 
-def test_the_handler_that_registers_all_targets_does(tmp_path):
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="the plugin jax-cuda13-plugin is not installed")
+def test_the_handler_that_registers_all_targets_does(run_for_h200, tmp_path):
     kernels, why = _ffi._load()
     if kernels is None or jax.__version_info__ < (0, 11, 2):
         pytest.skip(why or "XLA has no stage record")
-    env = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "ops"), *sys.path])}
-    command = [sys.executable, "-c", REGISTER_ALL, record_header(tmp_path, 0, 1)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert set(re.findall(r'custom_call_target="(jax_qmm_\w+)"', run.stdout)) == set(_ffi.TARGETS)
+    text = run_for_h200("-c", REGISTER_ALL, record_header(tmp_path, 0, 1))
+    assert set(re.findall(r'custom_call_target="(jax_qmm_\w+)"', text)) == set(_ffi.TARGETS)
 
 
 def test_build_without_kernels_is_named(reload, monkeypatch):

@@ -10,19 +10,11 @@ import numpy as np
 import pytest
 
 import jax_qmm
-from jax_qmm import _compat, _ffi
+from jax_qmm import _compat
 
 pytestmark = pytest.mark.gpu
 
 RUNS, STEPS = 4, 3
-
-
-@pytest.fixture
-def kernels():
-    kernels, why = _ffi._load()
-    assert kernels is not None, why
-    yield kernels
-    kernels.clear_scaled_mm_tuning()
 
 
 def check_chain(kernels, step, inputs, *constants, message=""):
@@ -44,17 +36,18 @@ def check_chain(kernels, step, inputs, *constants, message=""):
         assert kernels.count_recorded() - recorded >= STEPS, message
 
 
-def random_bits(dtype, *shape):
+def matrices(dtype, m, k):
+    """b `(k, k)` and RUNS different a `(m, k)`."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal(shape, np.float32) * (50 if dtype == jnp.int8 else 1)
-    return jnp.asarray(x).astype(dtype)
+    b, *inputs = (rng.standard_normal((rows, k), np.float32) for rows in (k, *[m] * RUNS))
+    return [jnp.asarray(x * (50 if dtype == jnp.int8 else 1)).astype(dtype) for x in (b, *inputs)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("m", [7, 150])
 def test_every_kernel_is_recorded(kernels, dtype, m):
     k = 1040
-    b, *inputs = (random_bits(dtype, rows, k) for rows in (k, *[m] * RUNS))
+    b, *inputs = matrices(dtype, m, k)
     scale = jnp.full(m, 0.03 if dtype == jnp.float8_e4m3fn else 6e-4)
 
     def step(a, b, scale):
@@ -62,7 +55,7 @@ def test_every_kernel_is_recorded(kernels, dtype, m):
 
     key = (m, k, k, 1, str(jnp.dtype(dtype)), "bfloat16", dtype != jnp.int8)
     for choice in kernels.scaled_mm_choices(*key):
-        kernels.tune_scaled_mm(*key, choice)
+        kernels.tune_scaled_mm(*key, choice)  # a new function is compiled anew, with this choice
         check_chain(kernels, lambda *x: step(*x), inputs, b, scale, message=kernels.describe_scaled_mm(choice))
 
 
@@ -88,7 +81,7 @@ def test_quantizers_are_recorded(kernels, shape, scale, axis, kind):
 def test_a_recorded_call_keeps_its_kernel(kernels):
     m, k = 16, 512
     key = (m, k, k, 1, "int8", "bfloat16", False)
-    b, *inputs = (random_bits(jnp.int8, rows, k) for rows in (k, *[m] * RUNS))
+    b, *inputs = matrices(jnp.int8, m, k)
     step = lambda a, b, i: jax_qmm.scaled_mm(a + i, b, 1.0, 1.0)
     program = jax.jit(lambda a, b: [step(a, b, i) for i in range(8)])
     for x, choice in zip(inputs, kernels.scaled_mm_choices(*key)):

@@ -4,7 +4,6 @@ import ctypes
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import types
 from pathlib import Path
@@ -100,17 +99,6 @@ def h200_topology(devices):
 
 
 @pytest.fixture(scope="session")
-def optimized_modules():
+def optimized_modules(run_for_h200):
     """Runs a test file as a script, which prints {name: optimized module} as JSON."""
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="the plugin jax-cuda13-plugin is not installed")
-
-    def run(file):
-        own = dict(os.environ)
-        for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
-            own.pop(name, None)
-        own |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=300, env=own)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run
+    return lambda file: json.loads(run_for_h200(file).splitlines()[-1])

@@ -6,21 +6,12 @@ import numpy as np
 import pytest
 
 import jax_qmm
-from jax_qmm import _ffi
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(1, 136, 16), (7, 200, 4624), (17, 200, 1040), (130, 1544, 272), (333, 392, 2064)]  # M, N, K
 # Of the sum of absolute products: tensor cores cut each of the 33 terms of a step at 2**-13 of the largest.
 FP8_TOLERANCE = 2.0**-9
-
-
-@pytest.fixture
-def kernels():
-    kernels, why = _ffi._load()
-    assert kernels is not None, why
-    yield kernels
-    kernels.clear_scaled_mm_tuning()
 
 
 def _operands(m, n, k, dtype):
