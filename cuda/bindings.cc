@@ -103,13 +103,12 @@ NB_MODULE(_kernels, m) {
   m.def(
       "measure_scaled_mm",
       [](int m, int n, int k, std::string const& in, std::string const& out, bool fast_accum,
-         std::vector<Pair> const& chosen, nb::bytes pattern, int rounds, bool isolated) {
+         std::vector<Pair> const& chosen, nb::bytes pattern, int rounds) {
         std::vector<ScaledMmChoice> choices;
         for (auto const& pair : chosen) choices.push_back(choice(pair));
         std::string const bytes(static_cast<char const*>(pattern.data()), pattern.size());
         nb::gil_scoped_release release;
-        return measure_scaled_mm(shape(m, n, k, 1, in, out, fast_accum), choices, bytes, rounds,
-                                 isolated);
+        return measure_scaled_mm(shape(m, n, k, 1, in, out, fast_accum), choices, bytes, rounds);
       },
       "Median microseconds of each choice on the current device.");
 }

@@ -1,4 +1,4 @@
-// Submitting a kernel with arguments of its own types; for CUDA files alone.
+// Submitting a kernel with arguments of its own types, and how such a kernel begins; for CUDA files alone.
 #pragma once
 
 #include <type_traits>
@@ -14,6 +14,12 @@ template <class... Parameters>
 static cudaError_t launch(Submit const& submit, LaunchShape const& shape, void (*kernel)(Parameters...),
                           std::common_type_t<Parameters> const&... arguments) {
   return submit({reinterpret_cast<void const*>(kernel), fatbinData, shape, {{&arguments, sizeof(arguments)}...}});
+}
+
+// The next kernel may start, and wait for this one's results as this one does for those before it.
+__device__ inline void begin() {
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
 }
 
 }  // namespace jax_qmm

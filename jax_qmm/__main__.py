@@ -42,9 +42,8 @@ def parser() -> argparse.ArgumentParser:
         description="Measures the kernels on this GPU against the roofline, XLA and, where PyTorch is "
                     "installed, cuBLASLt. Ctrl-C reports what is measured by then.")
     add_arguments(bench)
-    bench.add_argument("--peers", type=peers, metavar="xla,cublaslt",
-                       help='"xla", "cublaslt", both or "none" (cublaslt, and for a few products xla, which '
-                            "compiles up to 80 s for one of fp8)")
+    bench.add_argument("--peers", type=peers, default="xla,cublaslt", metavar="xla,cublaslt",
+                       help='"xla", "cublaslt", both or "none" (%(default)s)')
     bench.add_argument("--csv", type=output_file, metavar="FILE", help="also write the figures as CSV")
     bench.add_argument("--png", type=output_file, metavar="FILE",
                        help="also draw what is achieved of the roofline by M")

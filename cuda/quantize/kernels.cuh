@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "launch.cuh"
 #include "quantize/arithmetic.cuh"
 
 namespace jax_qmm::quantize {
@@ -60,12 +61,6 @@ struct Chunk {
     }
   }
 };
-
-// The next kernel may start, and wait for this one's results as this one does for those before it.
-__device__ inline void begin() {
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
-}
 
 template <Kind kind, class Lane>
 struct Bounds {

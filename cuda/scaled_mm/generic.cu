@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
   uint8_t const* a = p.a + l * p.a_batch_stride;
   uint8_t const* b = p.b + l * p.b_batch_stride;
 
-  cudaGridDependencySynchronize();
+  begin();
   Accumulator acc[2][4][4] = {};
   uint32_t words_a[kWordsPerThread], words_b[kWordsPerThread];
   load_tile(words_a, a, tile_m * kTile, p.m, 0, p.k, p.vector_bytes);

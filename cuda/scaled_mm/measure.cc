@@ -28,19 +28,10 @@ void fill(void* data, size_t bytes, std::string const& pattern, size_t offset) {
   }
 }
 
-template <class Launches>
-cudaGraph_t capture(cudaStream_t stream, Launches launches) {
-  cudaGraph_t graph;
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
-  launches();
-  check(cudaStreamEndCapture(stream, &graph));
-  return graph;
-}
-
 }  // namespace
 
 std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledMmChoice> const& choices,
-                                      std::string const& pattern, int rounds, bool isolated) {
+                                      std::string const& pattern, int rounds) {
   size_t const a_bytes = size_t(shape.m) * shape.k, b_bytes = size_t(shape.n) * shape.k;
   size_t const out_bytes = size_t(shape.m) * shape.n * (shape.out_dtype == DType::kF32 || shape.out_dtype == DType::kS32 ? 4 : 2);
   size_t const set_bytes = a_bytes + b_bytes + out_bytes;
@@ -80,9 +71,8 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
   for (ScaledMmChoice choice : choices) {
     cudaGraph_t graph;
     cudaGraphExec_t executable;
-    auto launch = [&](ScaledMm const& problem) { check(launch_scaled_mm(problem, choice, sm_count, on_stream(stream))); };
     auto launch_all = [&] {
-      for (ScaledMm const& problem : problems) launch(problem);
+      for (ScaledMm const& problem : problems) check(launch_scaled_mm(problem, choice, sm_count, on_stream(stream)));
     };
     // As many launches as make the graph's own start small beside them.
     float milliseconds;
@@ -93,20 +83,9 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
     check(cudaEventSynchronize(end));
     check(cudaEventElapsedTime(&milliseconds, begin, end));
     repeats.push_back(std::clamp<int>(3 / milliseconds, 1, std::max(1, 200 / sets)));
-    if (isolated) {
-      check(cudaGraphCreate(&graph, 0));
-      cudaGraphNode_t last = nullptr;
-      for (int i = 0; i < repeats.back() * sets; ++i) {
-        cudaGraph_t const one = capture(stream, [&] { launch(problems[i % sets]); });
-        cudaGraphNode_t const previous = last;
-        check(cudaGraphAddChildGraphNode(&last, graph, &previous, i > 0, one));
-        check(cudaGraphDestroy(one));
-      }
-    } else {
-      graph = capture(stream, [&] {
-        for (int i = 0; i < repeats.back(); ++i) launch_all();
-      });
-    }
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    for (int i = 0; i < repeats.back(); ++i) launch_all();
+    check(cudaStreamEndCapture(stream, &graph));
     check(cudaGraphInstantiate(&executable, graph, 0));
     check(cudaGraphDestroy(graph));
     graphs.push_back(executable);

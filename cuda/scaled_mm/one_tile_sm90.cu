@@ -1,6 +1,6 @@
 // Products that one wave of tiles covers: each block has one tile, or a part of its K, and ends. Without a next tile to go
 // on with, all shared memory is stages, and what the blocks of a cluster have added up passes through the same memory: each
-// sums some rows of the tile from all parts, in a fixed order. One warp loads, by TMA, and warpgroups multiply; small blocks
+// sums some rows of the tile from all parts, in a fixed order. Two warps load, by TMA, and warpgroups multiply; small blocks
 // share an SM, so that one reads while another ends.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include "scaled_mm/one_tile_sm90.h"
@@ -12,6 +12,7 @@
 #include "cute/arch/mma_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
+#include "cutlass/array.h"
 #include "cutlass/cuda_host_adapter.hpp"
 
 #include "launch.cuh"
@@ -29,7 +30,6 @@ struct Params {
   bool a_batched, b_batched;  // or the same for the whole batch
   int64_t out_batch_stride;
   EpilogueArgs epilogue;
-  Weights weights;
 };
 
 // X is the operand whose rows are the tensor cores' M, Y the other.
@@ -46,7 +46,7 @@ struct Types {
   static constexpr bool kSwap = Swap;
   static constexpr int kM = Swap ? TileY : TileX, kN = Swap ? TileX : TileY;
   static constexpr int kClusterM = Swap ? ClusterY : ClusterX, kClusterN = Swap ? ClusterX : ClusterY;
-  static constexpr int kMathThreads = size(Mma{}), kThreads = kMathThreads + 64;
+  static constexpr int kMathThreads = size(Mma{}), kThreads = kMathThreads + 96;
   static_assert(ClusterX == 1 || ClusterY == 1);
   static constexpr int kSenders = ClusterX * ClusterY;  // blocks whose loads reach this one, itself included
   // Rows that each of the blocks with the same tile of a or of b loads for all.
@@ -123,55 +123,74 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   int const begin = k_tiles * part / kSplit, end = k_tiles * (part + 1) / kSplit;
   int const first_m = p.tile_m * (T::kSwap ? y : x), first_n = kN * (T::kSwap ? x : y);
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  bool const multiplies = warp < kMathThreads / 32, loads = warp == kMathThreads / 32;
+  // The first warps multiply; of the others, one loads X, one Y, and one what the epilogue needs.
+  constexpr int kMathWarps = kMathThreads / 32, kLoadsX = kMathWarps, kLoadsY = kMathWarps + 1;
+  bool const multiplies = warp < kMathWarps;
 
-  if (loads && elect_one_sync()) {
-    prefetch_tma_descriptor(&boxes_x);
-    prefetch_tma_descriptor(&boxes_y);
-    for (int s = 0; s < kStages; ++s) {
-      Full::init(&smem.full[s], 1);
-      Empty::init(&smem.empty[s], T::kSenders * kMathThreads / 32);
+  // What this block loads of b in a stage, and of a: its share of the rows, where blocks of a cluster load for each other.
+  auto const box_row = [&](bool of_b, bool of_x) {
+    return (of_b ? first_n : first_m) + (of_x ? in_y : in_x) * (of_b ? T::kBoxB : T::box_a(p.tile_m));
+  };
+  if (warp == (T::kSwap ? kLoadsX : kLoadsY)) {
+    // By the time the kernel before this one is done, what the first loads read of b is in L2, which is where all SMs see
+    // each other's writes. More would delay the rest, above all where there is not much.
+    constexpr int kAhead = (48 << 10) / (T::kBoxB * kTileK);
+    if (elect_one_sync()) {
+      for (int k = begin * kTileK; k < (begin + min(kAhead, (end - begin) / 5)) * kTileK; k += kLine) {
+        SM90_TMA_LOAD_3D::PREFETCH::copy(T::kSwap ? &boxes_x : &boxes_y, k, box_row(true, T::kSwap), p.b_batched ? l : 0);
+      }
     }
-    cutlass::arch::fence_barrier_init();
+  } else if (warp == (T::kSwap ? kLoadsY : kLoadsX)) {
+    if (elect_one_sync()) {
+      prefetch_tma_descriptor(T::kSwap ? &boxes_y : &boxes_x);
+      for (int s = 0; s < kStages; ++s) {
+        Full::init(&smem.full[s], 2);
+        Empty::init(&smem.empty[s], T::kSenders * kMathWarps);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
   }
   sync_blocks<(T::kSenders > 1)>();
   // The next kernel may start, and wait for this one's results as this one does for those before it.
   cudaTriggerProgrammaticLaunchCompletion();
 
+  auto const load_all = [&](auto of_x, CUtensorMap const& boxes, uint8_t* to, TMA::CacheHintSm90 hint) {
+    constexpr bool kOfX = of_x, kOfB = kOfX == T::kSwap;
+    constexpr int kShared = kOfX ? kClusterY : kClusterX;  // by so many blocks, which load a part of it each
+    int const rows = kOfB ? T::kBoxB : T::box_a(p.tile_m), row = box_row(kOfB, kOfX);
+    int const entry = (kOfB ? p.b_batched : p.a_batched) ? l : 0;
+    to += (kOfX ? in_y : in_x) * rows * kLine;
+    uint16_t receivers = 0;
+    for (int i = 0; i < T::kSenders; ++i) receivers |= 1 << rank(part, i);
+    cudaGridDependencySynchronize();
+    for (int i = begin, stage = 0, turn = 0; i < end; ++i) {
+      if (turn > 0) Empty::wait(&smem.empty[stage], (turn - 1) & 1);
+      uint64_t* const full = &smem.full[stage];
+      Full::arrive_and_expect_tx(full, kShared * rows * kTileK);
+#pragma unroll
+      for (int j = 0; j < kTileK; j += kLine) {
+        load<(kShared > 1)>(boxes, i * kTileK + j, row, entry, to + (stage * kTileK + j) * (kOfX ? kX : kY), full, receivers, hint);
+      }
+      if (++stage == kStages) stage = 0, ++turn;
+    }
+  };
   typename T::Mma mma;
   auto thread = mma.get_slice(threadIdx.x % kMathThreads);
   Tensor acc = partition_fragment_C(mma, Shape<Int<kX>, Int<kY>>{});
-  if (loads) {
+  if (warp == kLoadsX || warp == kLoadsY) {
     if (elect_one_sync()) {
-      int const box_a = T::box_a(p.tile_m), box_x = T::kSwap ? T::kBoxB : box_a, box_y = T::kSwap ? box_a : T::kBoxB;
-      int const row_x = (T::kSwap ? first_n : first_m) + in_y * box_x, entry_x = (T::kSwap ? p.b_batched : p.a_batched) ? l : 0;
-      int const row_y = (T::kSwap ? first_m : first_n) + in_x * box_y, entry_y = (T::kSwap ? p.a_batched : p.b_batched) ? l : 0;
-      uint8_t* const to_x = memory + in_y * box_x * kLine;
-      uint8_t* const to_y = memory_y + in_x * box_y * kLine;
-      int const bytes = (kClusterY * box_x + kClusterX * box_y) * kTileK;  // of a stage
-      uint16_t receivers = 0;  // of what is multicast
-      for (int i = 0; i < T::kSenders; ++i) receivers |= 1 << rank(part, i);
       // Of b, each part is read once unless there are more tiles of a than a cluster has, or a batch, which may share it. It
       // leaves L2 to what is used again, but not to large outputs, which would go to memory in bursts: from about M = 64 and
       // N = 6144 on that costs more.
       constexpr int kSmallOutput = 768 << 10;
-      auto const last = TMA::CacheHintSm90::EVICT_LAST;
+      auto const hint_a = TMA::CacheHintSm90::EVICT_LAST;
       bool const once = gridDim.z == 1 && (T::kSwap ? gridDim.y == kClusterY : gridDim.x == kClusterX * kSplit);
       bool const small = int64_t(p.m) * p.n * sizeof(Bits) < kSmallOutput;
       auto const hint_b = once && small ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_NORMAL;
-      auto const hint_x = T::kSwap ? hint_b : last, hint_y = T::kSwap ? last : hint_b;
-      cudaGridDependencySynchronize();
-      for (int i = begin, stage = 0, turn = 0; i < end; ++i) {
-        if (turn > 0) Empty::wait(&smem.empty[stage], (turn - 1) & 1);
-        uint64_t* const full = &smem.full[stage];
-        Full::arrive_and_expect_tx(full, bytes);
-#pragma unroll
-        for (int j = 0; j < kTileK; j += kLine) {
-          int const k = i * kTileK + j, done = stage * kTileK + j;
-          load<(kClusterY > 1)>(boxes_x, k, row_x, entry_x, to_x + done * kX, full, receivers, hint_x);
-          load<(kClusterX > 1)>(boxes_y, k, row_y, entry_y, to_y + done * kY, full, receivers, hint_y);
-        }
-        if (++stage == kStages) stage = 0, ++turn;
+      if (warp == kLoadsX) {
+        load_all(true_type{}, boxes_x, memory, T::kSwap ? hint_b : hint_a);
+      } else {
+        load_all(false_type{}, boxes_y, memory_y, T::kSwap ? hint_a : hint_b);
       }
     }
     __syncwarp();
@@ -192,9 +211,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       bring(smem.azp_adj, p.epilogue.azp_adj, first_n, p.n);
     }
   } else {
-    // By the time the kernel before this one is done, what the first loads read is in L2.
     p.epilogue.prefetch(kMathThreads);
-    p.weights.prefetch(kMathThreads);
     Tensor fragments_x = thread.make_fragment_A(thread.partition_A(stages_x));
     Tensor fragments_y = thread.make_fragment_B(thread.partition_B(stages_y));
     clear(acc);
@@ -238,10 +255,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
         give(column, row, acc(i));
         give(column + 1, row, acc(i + 1));
       } else {
-        struct alignas(2 * sizeof(Accumulator)) Two {
-          Accumulator of[2];
-        };
-        give(row, column, Two{acc(i), acc(i + 1)});
+        give(row, column, cutlass::AlignedArray<Accumulator, 2>{acc(i), acc(i + 1)});
       }
     }
   }
@@ -252,11 +266,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   // rows of whole 16 bytes.
   constexpr int kEach = 4, kAcross = kN / kEach, kDown = kMathThreads / kAcross;
   auto const some = [](auto const* from) {
-    struct alignas(kEach * sizeof(*from)) Some {
-      remove_cvref_t<decltype(*from)> of[kEach];
-      __device__ auto operator[](int i) const { return of[i]; }
-    };
-    return *reinterpret_cast<Some const*>(from);
+    return *reinterpret_cast<cutlass::AlignedArray<remove_cvref_t<decltype(*from)>, kEach> const*>(from);
   };
   int const column = threadIdx.x % kAcross * kEach, first_row = part * kShare;
   int const rows = min(kShare, min(p.tile_m, p.m - first_m) - first_row);
@@ -271,7 +281,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     for (int other = 1; other < kSplit; ++other) {
       auto const more = some(&partial[other * kShare + row][column]);
 #pragma unroll
-      for (int j = 0; j < kEach; ++j) sums.of[j] = add(sums.of[j], more.of[j]);
+      for (int j = 0; j < kEach; ++j) sums[j] = add(sums[j], more[j]);
     }
     float const scale_a = smem.scale_a[first_row + row];
     int32_t const azp = smem.azp[first_row + row];
@@ -280,10 +290,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     for (int j = 0; j < kEach; ++j) {
       values[j] = combine(subtract_zero_point(sums[j], azp, azp_adj[j]), scale_a, scale_b[j], bias[j]);
     }
-    struct alignas(kEach * sizeof(Bits)) Out {
-      Bits of[kEach];
-      __device__ Bits& operator[](int i) { return of[i]; }
-    };
+    using Out = cutlass::AlignedArray<Bits, kEach>;
     *reinterpret_cast<Out*>(out + int64_t(row) * p.n) = p.epilogue.output.template round<Bits, Out, kEach>(values, sums);
   }
 }
@@ -313,7 +320,7 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
           bool Swap>
 cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::launch(
-    ScaledMm const& p, int, int sm_count, Submit const& submit) {
+    ScaledMm const& p, int, int, Submit const& submit) {
   using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
   auto const tiles = [](int rows, int tile, int cluster) {
     return (rows - 1) / (tile * cluster) * cluster + cluster;  // whole clusters
@@ -328,7 +335,7 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
   LaunchShape const shape{dim3((Swap ? tiles_n : tiles_m) * Split, Swap ? tiles_m : tiles_n, p.batch), T::kThreads,
                           T::kSharedMemory, dim3(Split * ClusterX, ClusterY)};
   Params const params{p.out, p.m, p.n, p.k, tile_m, p.a_batch_stride != 0, p.b_batch_stride != 0, p.out_batch_stride,
-                      epilogue_args(p), weights(p, sm_count)};
+                      epilogue_args(p)};
   return jax_qmm::launch(submit, shape, one_tile_kernel<T>, params, Swap ? boxes_b : boxes_a, Swap ? boxes_a : boxes_b);
 }
 

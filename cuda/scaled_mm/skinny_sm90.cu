@@ -59,9 +59,13 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
   float scale_a, scale_b, bias;
   int32_t azp, azp_adj;
 
-  // The next kernel may start, and wait for this one's results as this one does for those before it.
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
+  // What the first warps read of b comes to L2 while the kernel before this one ends: legal, for L2 is where all SMs see each
+  // other's writes. More would delay the rest.
+  static_assert(kTurn == kLine);
+  if (warp < 4 && member == 0) {
+    for (uint8_t const* row : {top, bottom}) asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
+  }
+  begin();
 
   Accumulator acc[4] = {};
   for (unsigned done = 0; done == 0 || warp * kTurn + done < p.k; done += Warps * kTurn) {

@@ -42,17 +42,14 @@ def _pattern(dtype):
     return rng.standard_normal(8 << 20, np.float32).astype(dtype)
 
 
-def kernel_us(kernels, product: Product, choices: Sequence[tuple[int, int]], rounds: int,
-              isolated: bool = False) -> list[float]:
+def kernel_us(kernels, product: Product, choices: Sequence[tuple[int, int]], rounds: int) -> list[float]:
     """Median microseconds of each choice of the extension for `product`, taking turns `rounds` times.
 
-    A launch's start may overlap the end of the one before, as in streams and in graphs that XLA records, unless
-    they are `isolated`, as in graphs that it captures.
+    A launch's start may overlap the end of the one before, as in jitted programs.
     """
     m, n, k, _, dtype, out_dtype, fast_accum = product
     return kernels.measure_scaled_mm(
-        m, n, k, dtype, out_dtype, fast_accum, list(choices), _pattern(jnp.dtype(dtype)).tobytes(), rounds,
-        isolated)
+        m, n, k, dtype, out_dtype, fast_accum, list(choices), _pattern(jnp.dtype(dtype)).tobytes(), rounds)
 
 
 def count_sets(nbytes: int, most: int) -> int:
@@ -159,6 +156,23 @@ def xla_scaled_mm(a, b, scale_a, scale_b):
 def xla_bf16(a, b, scale_a, scale_b):
     """The product of bfloat16 operands that quantizing replaces."""
     return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+
+def autotune_xla(products: Sequence[Product]) -> None:
+    """Has XLA choose its kernels for the products, which takes it as long for all of one program as for one of them.
+
+    It remembers the choices for later programs of this process.
+    """
+    def specs(product, dtype):
+        m, n, k = product[:3]
+        return [jax.ShapeDtypeStruct(*of) for of in (
+            ((m, k), dtype), ((n, k), dtype), ((m,), "float32"), ((n,), "float32"))]
+
+    def program(eight, bf16):
+        return [xla_scaled_mm(*given) for given in eight], [xla_bf16(*given) for given in bf16]
+
+    jax.jit(program).lower([specs(product, product.dtype) for product in products],
+                           [specs(product, "bfloat16") for product in products]).compile()
 
 
 def chain(product: Product, sets: list[tuple]) -> list[tuple]:

@@ -11,8 +11,6 @@ from jax_qmm import _ffi
 from jax_qmm.bench import cublaslt, measure, report
 from jax_qmm.tuning import Product
 
-PEERS = ("xla", "cublaslt")
-FEW = 8  # products whose programs XLA compiles within minutes, although it takes up to 80 s for one of fp8
 ROUNDS = 9
 TURNS = 3
 NOTES = """\
@@ -25,13 +23,9 @@ cuBLASLt is PyTorch's: fp8 with the same scales, and tensorwise with one for eac
 int32 and without scales."""
 
 
-def choose_peers(asked: Sequence[str] | None, count: int) -> tuple[list[str], list[str]]:
-    """The peers to measure beside `count` products, and remarks on those left out."""
-    peers, remarks = list(PEERS if asked is None else asked), []
-    if asked is None and count > FEW:
-        peers.remove("xla")
-        remarks.append(f"XLA is left out: it takes up to 80 s to compile a product of fp8, and these are "
-                       f"{count} products; --peers xla,cublaslt measures it.")
+def choose_peers(asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The peers to measure, and remarks on those left out."""
+    peers, remarks = list(asked), []
     if "cublaslt" in peers and (missing := cublaslt.missing()):
         peers.remove("cublaslt")
         remarks.append(f"cuBLASLt is left out: {missing}.")
@@ -41,6 +35,12 @@ def choose_peers(asked: Sequence[str] | None, count: int) -> tuple[list[str], li
 def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], bandwidth: float,
                 rows: list[report.Row], failures: list[str]) -> None:
     """Measures ours and the peers and shows a progress bar; appends to `rows` and `failures` as it goes."""
+    if "xla" in peers:
+        for rows_of_a in tqdm(list(dict.fromkeys(product.m for product in products)), desc="XLA compiles", unit="M"):
+            try:
+                measure.autotune_xla([product for product in products if product.m == rows_of_a])
+            except RuntimeError as error:  # one by one, then
+                failures.append(f"XLA failed on all products of M {rows_of_a} together: {str(error).splitlines()[0]}")
     with tqdm(products, desc="bench", unit="product") as bar:
         for product in bar:
             *shape, dtype, out_dtype, fast_accum = product
@@ -52,9 +52,9 @@ def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], band
                 calls |= cublaslt.calls(product)
             # The clock of a hot GPU falls within seconds: who is always measured last would lose.
             order = [name for turn in range(TURNS) for name in [*calls][turn:] + [*calls][:turn]]
-            if "xla" in peers:  # once: XLA compiles for longer than it is measured
+            if "xla" in peers:
                 calls |= (in_jit := measure.in_jit(product))
-                order += in_jit
+                order += [*in_jit, *reversed(in_jit)]
             times = {name: [] for name in calls}
             for name in order:
                 if name not in calls:
@@ -74,11 +74,11 @@ def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], band
                     rows.append(row)
 
 
-def main(*, products: Sequence[Product], peers: Sequence[str] | None, csv: Path | None,
+def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None,
          png: Path | None) -> None:
     """Measures and prints the report, on Ctrl-C of what there is; see `python -m jax_qmm bench --help`."""
     kernels, gpu = measure.open_gpu("bench")
-    names, remarks = choose_peers(peers, len(products))
+    names, remarks = choose_peers(peers)
     title = f"jax_qmm on {gpu.device_kind}, jax {jax.__version__}"
     if "cublaslt" in names:
         title += f", PyTorch {cublaslt.version()}"

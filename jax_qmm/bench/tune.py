@@ -27,9 +27,7 @@ def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[
     choices = kernels.scaled_mm_choices(*product)
     once = dict(zip(choices, measure.kernel_us(kernels, product, choices, 1)))
     finalists = list(dict.fromkeys([default, *sorted(choices, key=once.get)[:FINALISTS]]))
-    us = {choice: geometric_mean(measure.kernel_us(kernels, product, [choice], ROUNDS, isolated)[0]
-                                 for isolated in (False, True))
-          for choice in finalists}
+    us = {choice: measure.kernel_us(kernels, product, [choice], ROUNDS)[0] for choice in finalists}
     best = min(finalists, key=us.get)
     if us[best] > NOISE * us[default]:
         best = default

@@ -16,7 +16,7 @@ class Extension:
     def __init__(self):
         self.us = {words: 10.0 + i for i, words in enumerate(KERNELS)}
         self.tuned = {}
-        self.measured = []  # (product without the batch, choices, rounds, isolated)
+        self.measured = []  # (product without the batch, choices, rounds)
         self.interrupt_after = None  # calls of measure_scaled_mm
 
     def architectures(self):
@@ -43,11 +43,11 @@ class Extension:
     def clear_scaled_mm_tuning(self):
         self.tuned.clear()
 
-    def measure_scaled_mm(self, m, n, k, dtype, out_dtype, fast_accum, choices, pattern, rounds, isolated):
+    def measure_scaled_mm(self, m, n, k, dtype, out_dtype, fast_accum, choices, pattern, rounds):
         if len(self.measured) == self.interrupt_after:
             raise KeyboardInterrupt
         assert isinstance(pattern, bytes) and len(set(pattern[:4096])) > 100  # random ones
-        self.measured.append(((m, n, k, dtype, out_dtype, fast_accum), choices, rounds, isolated))
+        self.measured.append(((m, n, k, dtype, out_dtype, fast_accum), choices, rounds))
         return [self.us[self.describe_scaled_mm(choice)] for choice in choices]
 
 

@@ -28,6 +28,16 @@ def test_xla_computes_the_same(product):
     assert np.abs(ours).max() > 0
 
 
+def test_xla_chooses_for_all_products_in_one_program(monkeypatch):
+    seen = []
+    for name in ("xla_scaled_mm", "xla_bf16"):
+        monkeypatch.setattr(measure, name, lambda *given, name=name: seen.append((name, *given[:2])) or given[0])
+    measure.autotune_xla([INT8, FP8])
+    assert [(name, a.shape, b.shape, a.dtype, b.dtype) for name, a, b in seen] == [
+        (name, (4, 32), (16, 32), dtype, dtype) for name, dtype in (
+            ("xla_scaled_mm", "int8"), ("xla_scaled_mm", "float8_e4m3fn"), ("xla_bf16", "bfloat16"), ("xla_bf16", "bfloat16"))]
+
+
 def test_bf16_has_as_many_operands_of_its_own():
     (a, b, *_), *_ = sets = measure.operands(INT8, "bfloat16")
     assert a.dtype == b.dtype == jnp.bfloat16

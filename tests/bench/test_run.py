@@ -25,6 +25,7 @@ def bench(kernels, monkeypatch):
         return {name: lambda name=name: US[name] for name in names}
 
     monkeypatch.setattr(measure, "copy_bandwidth", lambda: 4e9)
+    monkeypatch.setattr(measure, "autotune_xla", lambda products: None)
     monkeypatch.setattr(measure, "in_jit", lambda product: times("jit", "xla", "xla_bf16"))
     monkeypatch.setattr(cublaslt, "missing", lambda: "")
     monkeypatch.setattr(cublaslt, "version", lambda: "2.11")
@@ -95,11 +96,12 @@ def test_kernels_take_turns_and_the_median_counts(bench, kernels, monkeypatch, t
     ours = timed("ours", [[13.0], [99.0], [14.0]])
     monkeypatch.setattr(kernels, "measure_scaled_mm", ours)
     monkeypatch.setattr(cublaslt, "calls", lambda product: {"cublaslt": timed("cublaslt", [30.0, 28.0, 27.0])})
-    monkeypatch.setattr(measure, "in_jit", lambda product: {"jit": timed("jit", [20.0])})
+    monkeypatch.setattr(measure, "in_jit", lambda product: {"jit": timed("jit", [20.0, 22.0]), "xla": timed("xla", [15.0, 17.0])})
     bench("--shapes", "64,32", "--m", "1", "--dtype", "int8", "--csv", str(tmp_path / "a.csv"))
-    assert asked == ["ours", "cublaslt", "cublaslt", "ours", "ours", "cublaslt", "jit"]
+    assert asked == ["ours", "cublaslt", "cublaslt", "ours", "ours", "cublaslt", "jit", "xla", "xla", "jit"]
     (row,) = csv.DictReader((tmp_path / "a.csv").open())
     assert row["ours_us"] == "14.000" and row["cublaslt_us"] == "28.000"
+    assert row["jit_us"] == "21.000" and row["xla_us"] == "16.000"
 
 
 @pytest.mark.parametrize(("peers", "columns"), [
@@ -112,19 +114,22 @@ def test_peers_are_chosen(bench, tmp_path, peers, columns):
     assert {name for row in rows for name in report.LABELS if row[f"{name}_us"]} == columns
 
 
-def test_xla_is_left_out_of_many_products_unless_asked_for(monkeypatch):
-    monkeypatch.setattr(cublaslt, "missing", lambda: "")
-    assert run.choose_peers(None, 8) == (["xla", "cublaslt"], [])
-    peers, (remark,) = run.choose_peers(None, 9)
-    assert peers == ["cublaslt"] and "--peers xla,cublaslt" in remark
-    assert run.choose_peers(["xla"], 9) == (["xla"], [])
+def test_xla_chooses_for_all_products_of_one_m_together(bench, monkeypatch):
+    together = []
+    monkeypatch.setattr(measure, "autotune_xla", together.append)
+    bench()
+    assert [[(p.m, p.dtype, p.n) for p in products] for products in together] == [
+        [(m, dtype, n) for n in (64, 32) for dtype in ("int8", "float8_e4m3fn")] for m in (1, 32)]
+    together.clear()
+    bench("--peers", "cublaslt")
+    assert together == []
 
 
 def test_torch_may_be_absent(bench, monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "PyTorch does not load here" in cublaslt.missing()
-    peers, (remark,) = run.choose_peers(["cublaslt"], 1)
+    peers, (remark,) = run.choose_peers(["cublaslt"])
     assert peers == [] and remark.startswith("cuBLASLt is left out: PyTorch")
 
 
