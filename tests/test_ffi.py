@@ -75,14 +75,15 @@ def record_header(folder, major, minor):
     return str(folder)
 
 
-def test_kernels_are_recorded_in_the_known_version_alone(monkeypatch, tmp_path):
+def test_kernels_are_recorded_in_the_known_versions_alone(monkeypatch, tmp_path):
     def records(folder):
         monkeypatch.setattr(jax.ffi, "include_dir", lambda: folder)
         return _compat.records_kernels()
 
     assert not records(str(tmp_path))
     assert records(record_header(tmp_path / "0.1", 0, 1))
-    assert not records(record_header(tmp_path / "0.2", 0, 2))
+    assert records(record_header(tmp_path / "0.2", 0, 2))
+    assert not records(record_header(tmp_path / "0.3", 0, 3))
     assert not records(record_header(tmp_path / "1.1", 1, 1))
 
 

@@ -1,5 +1,5 @@
 // The ABI of XLA's FFI stage "record", which the headers of the oldest jaxlib that we support lack: version 0.1, as c_api.h
-// and record_c_api.h of jaxlib 0.11.2 have it.
+// and record_c_api.h of jaxlib 0.11.2 have it. Version 0.2, of jaxlib 0.12, only adds to it.
 #pragma once
 
 #include <cstddef>

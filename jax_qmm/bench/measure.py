@@ -83,31 +83,30 @@ def kernels_of(function: Callable, sets: Sequence[tuple], runs: int) -> list[tup
 
 
 def span_and_busy(kernels: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """From the start of the first of `kernels` to the end of the last, and the sum of their times.
+    """From the start of the first of `kernels` to the end of the last, and how much of that any of them ran.
 
     >>> span_and_busy([(0.0, 5.0), (4.0, 10.0), (12.0, 15.0)])
-    (15.0, 14.0)
+    (15.0, 13.0)
     """
-    return max(end for _, end in kernels) - kernels[0][0], sum(end - start for start, end in kernels)
+    first, busy = kernels[0][0], 0
+    last = first
+    for start, end in kernels:
+        busy += max(0, end - max(start, last))
+        last = max(last, end)
+    return last - first, busy
 
 
-def profiled(function: Callable, sets: Sequence[tuple]) -> tuple[float, float]:
+def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
     """Microseconds of a call of `function`, of those for all `sets` of arguments in one jitted program.
 
     From the start of the program's first kernel to the end of its last, without what the host needs to start a
-    program, and the sum of its kernels: medians of 7 runs.
+    program: median of 7 runs.
     """
     runs = 7
     kernels = kernels_of(function, sets, runs)
     count = len(kernels) // runs
-    programs = [span_and_busy(kernels[i:i + count]) for i in range(0, len(kernels), count)]
-    span, busy = map(statistics.median, zip(*programs))
-    return span / len(sets) / 1e3, busy / len(sets) / 1e3
-
-
-def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
-    """Microseconds of a call of `function` in a jitted program, as `profiled` has it."""
-    return profiled(function, sets)[0]
+    spans = [span_and_busy(kernels[i:i + count])[0] for i in range(0, len(kernels), count)]
+    return statistics.median(spans) / len(sets) / 1e3
 
 
 def copy_bandwidth(nbytes: int = 128 << 20, count: int = 8) -> float:
@@ -168,11 +167,14 @@ def autotune_xla(products: Sequence[Product]) -> None:
         return [jax.ShapeDtypeStruct(*of) for of in (
             ((m, k), dtype), ((n, k), dtype), ((m,), "float32"), ((n,), "float32"))]
 
+    # Kernels are timed, but not checked, which takes ten times as long at large M.
+    options = {"xla_gpu_autotune_level": 2}
+
     def program(eight, bf16):
         return [xla_scaled_mm(*given) for given in eight], [xla_bf16(*given) for given in bf16]
 
     jax.jit(program).lower([specs(product, product.dtype) for product in products],
-                           [specs(product, "bfloat16") for product in products]).compile()
+                           [specs(product, "bfloat16") for product in products]).compile(options)
 
 
 def chain(product: Product, sets: list[tuple]) -> list[tuple]:
