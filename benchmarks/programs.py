@@ -1,9 +1,8 @@
-"""Times jitted programs: quantizing inside against XLA in bfloat16, the gaps between calls, and what zero points cost.
+"""Times jitted programs: quantizing inside against XLA in bfloat16, and what zero points cost.
 
     python benchmarks/programs.py --out programs.csv
 
-Every call has operands of its own, which together exceed the L2 cache several times. Times are of JAX's profiler; those
-of chains count also what lies between one run of the program and the next, of 20 in a row.
+Every call has operands of its own, which together exceed the L2 cache several times. Times are of JAX's profiler.
 """
 
 import argparse
@@ -15,8 +14,6 @@ from tqdm import tqdm
 
 import jax_qmm
 from jax_qmm.bench import measure, shapes
-
-RUNS = 20
 
 
 def quantized(x, w, scale_w):
@@ -32,8 +29,6 @@ def rows_of(product):
         bf16 = measure.jit_us(measure.xla_bf16, measure.chain(product, measure.operands(product, "bfloat16")))
         floats = [(a.astype(jnp.bfloat16), b, scale_b) for a, b, _, scale_b in few]
         yield "quantize + scaled_mm, over XLA's bf16", measure.jit_us(quantized, measure.chain(product, floats)), bf16
-    span, busy = measure.span_and_busy(measure.kernels_of(jax_qmm.scaled_mm, (few * 32)[:32], RUNS))
-    yield "chain of 32, over the time in which a kernel runs", span / 32 / RUNS / 1e3, busy / 32 / RUNS / 1e3
     if product.dtype == "int8":
         adj, azp = jnp.ones(product.n, jnp.int32), jnp.ones(product.m, jnp.int32)
         calls = measure.chain(product, few)

@@ -59,6 +59,25 @@ def test_every_kernel_is_recorded(kernels, dtype, m):
         check_chain(kernels, lambda *x: step(*x), inputs, b, scale, message=kernels.describe_scaled_mm(choice))
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("m", [7, 150])
+def test_b_is_read_as_the_kernel_before_has_written_it(kernels, dtype, m):
+    """Kernels bring lines of b into L2 before that one is done."""
+    k = 1040
+    _, a, *_ = matrices(dtype, m, k)
+    rng = np.random.default_rng(1)
+    inputs = [jnp.asarray(rng.standard_normal((k, k), np.float32)) for _ in range(RUNS)]
+
+    def step(x, a):
+        y = jax_qmm.scaled_mm(a, jax_qmm.quantize(x, dtype).qvalue, 1e-5 if dtype == jnp.int8 else 1e-4, 1.0)
+        return jnp.roll(x, 1, 0) + y[0].astype(jnp.float32)[:, None]
+
+    key = (m, k, k, 1, str(jnp.dtype(dtype)), "bfloat16", dtype != jnp.int8)
+    for choice in kernels.scaled_mm_choices(*key):
+        kernels.tune_scaled_mm(*key, choice)
+        check_chain(kernels, lambda *x: step(*x), inputs, a, message=kernels.describe_scaled_mm(choice))
+
+
 @pytest.mark.parametrize("shape", [(64, 2048), (63, 2049)])
 @pytest.mark.parametrize("scale", [None, 0.05])
 @pytest.mark.parametrize("axis", [-1, None])

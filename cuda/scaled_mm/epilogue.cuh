@@ -1,8 +1,6 @@
 // The arithmetic of the epilogue, shared by all kernels, and its operands as a kernel sees them.
 #pragma once
 
-#include <algorithm>
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -12,14 +10,16 @@ namespace jax_qmm {
 
 constexpr int kLine = 128;  // bytes of a line of the L2 cache, and of a row of a swizzled tile
 
-// Brings the first lines of each row into L2, the first `threads` of all blocks together. Legal before the kernel that
-// writes them is done: L2 is where all SMs see each other's writes.
+// Brings a line into L2. Legal before the kernel that writes it is done: L2 is where all SMs see each other's writes.
+__device__ inline void prefetch_l2(void const* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
+// The first lines of each row, by the first `threads` of all blocks together.
 __device__ inline void prefetch_l2(void const* data, unsigned rows, unsigned lines, int64_t row_stride, unsigned threads) {
   unsigned const block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
   unsigned const all = gridDim.x * gridDim.y * gridDim.z * threads;
   for (unsigned i = block * threads + threadIdx.x; i < rows * lines; i += all) {
     char const* const row = static_cast<char const*>(data) + i / lines * row_stride;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i % lines * kLine));
+    prefetch_l2(row + i % lines * kLine);
   }
 }
 
@@ -133,22 +133,6 @@ inline EpilogueArgs epilogue_args(ScaledMm const& p) {
   // subtracted.
   return {vector(p.scale_a, 1.0f), vector(p.scale_b, 1.0f), vector(p.bias, -0.0f), vector(p.azp, 1), vector(p.azp_adj, 0),
           {p.out_dtype}};
-}
-
-// What the first tiles read of b first, brought into L2 while the kernel before this one ends.
-struct Weights {
-  void const* data;
-  unsigned rows, lines;
-  int64_t row_stride;
-
-  __device__ void prefetch(unsigned threads) const { prefetch_l2(data, rows, lines, row_stride, threads); }
-};
-
-// 2 MB, what memory delivers meanwhile: more delays the rest.
-inline Weights weights(ScaledMm const& p, int sm_count) {
-  constexpr int kBytes = 2 << 20, kRowsOfTile = 64;
-  int const rows = std::min(p.n, kRowsOfTile * sm_count);
-  return {p.b, unsigned(rows), unsigned(std::min(kBytes / rows, p.k) / kLine), p.k};
 }
 
 }  // namespace jax_qmm

@@ -15,6 +15,22 @@ namespace jax_qmm::sm90 {
 using namespace cute;
 namespace fusion = cutlass::epilogue::fusion;
 
+// What the first tiles read of b first, brought into L2 while the kernel before this one ends.
+struct Weights {
+  void const* data;
+  unsigned rows, lines;
+  int64_t row_stride;
+
+  __device__ void prefetch(unsigned threads) const { prefetch_l2(data, rows, lines, row_stride, threads); }
+};
+
+// 2 MB, what memory delivers meanwhile: more delays the rest.
+inline Weights weights(ScaledMm const& p, int sm_count) {
+  constexpr int kBytes = 2 << 20, kRowsOfTile = 64;
+  int const rows = std::min(p.n, kRowsOfTile * sm_count);
+  return {p.b, unsigned(rows), unsigned(std::min(kBytes / rows, p.k) / kLine), p.k};
+}
+
 // `Ahead`: the vectors are brought by the warp that CUTLASS has for loads of an epilogue. It pays where a tile's end is short;
 // each subtile costs a barrier, and shared memory holds the vectors of two tiles.
 template <DType In, class Bits, bool Swap, bool Ahead, class CtaTile>

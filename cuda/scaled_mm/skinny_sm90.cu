@@ -59,11 +59,11 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
   float scale_a, scale_b, bias;
   int32_t azp, azp_adj;
 
-  // What the first warps read of b comes to L2 while the kernel before this one ends: legal, for L2 is where all SMs see each
-  // other's writes. More would delay the rest.
+  // What the first warps read of b first comes to L2 while the kernel before this one ends. More would delay the rest.
   static_assert(kTurn == kLine);
-  if (warp < 4 && member == 0) {
-    for (uint8_t const* row : {top, bottom}) asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
+  if (warp < 4 && warp * kTurn < p.k && member == 0) {
+    prefetch_l2(top);
+    prefetch_l2(bottom);
   }
   begin();
 

@@ -45,7 +45,7 @@ def _pattern(dtype):
 def kernel_us(kernels, product: Product, choices: Sequence[tuple[int, int]], rounds: int) -> list[float]:
     """Median microseconds of each choice of the extension for `product`, taking turns `rounds` times.
 
-    A launch's start may overlap the end of the one before, as in jitted programs.
+    A launch's start may overlap the end of the one before, as in graphs that XLA records.
     """
     m, n, k, _, dtype, out_dtype, fast_accum = product
     return kernels.measure_scaled_mm(
@@ -57,11 +57,13 @@ def count_sets(nbytes: int, most: int) -> int:
     return min(most, max(2, math.ceil(400e6 / nbytes)))
 
 
-def kernels_of(function: Callable, sets: Sequence[tuple], runs: int) -> list[tuple[float, float]]:
-    """When the kernels of `runs` calls of one jitted program, of `function` of all `sets`, start and end, in ns.
+def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
+    """Microseconds of a call of `function`, of those for all `sets` of arguments in one jitted program.
 
-    By JAX's profiler, in the order of their starts; as many for each call.
+    By JAX's profiler, from the start of the program's first kernel to the end of its last, without what the host
+    needs to start a program: median of 7 runs.
     """
+    runs = 7
     program = jax.jit(lambda sets: [function(*arguments) for arguments in sets]).lower(sets).compile()
 
     def run():
@@ -79,33 +81,8 @@ def kernels_of(function: Callable, sets: Sequence[tuple], runs: int) -> list[tup
                          for line in plane.lines if line.name.startswith("Stream") for event in line.events)
     if not kernels or len(kernels) % runs:
         raise RuntimeError(f"JAX's profiler saw {len(kernels)} kernels in {runs} runs of a program")
-    return kernels
-
-
-def span_and_busy(kernels: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """From the start of the first of `kernels` to the end of the last, and how much of that any of them ran.
-
-    >>> span_and_busy([(0.0, 5.0), (4.0, 10.0), (12.0, 15.0)])
-    (15.0, 13.0)
-    """
-    first, busy = kernels[0][0], 0
-    last = first
-    for start, end in kernels:
-        busy += max(0, end - max(start, last))
-        last = max(last, end)
-    return last - first, busy
-
-
-def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
-    """Microseconds of a call of `function`, of those for all `sets` of arguments in one jitted program.
-
-    From the start of the program's first kernel to the end of its last, without what the host needs to start a
-    program: median of 7 runs.
-    """
-    runs = 7
-    kernels = kernels_of(function, sets, runs)
-    count = len(kernels) // runs
-    spans = [span_and_busy(kernels[i:i + count])[0] for i in range(0, len(kernels), count)]
+    count = len(kernels) // runs  # as many in each, in the order of their starts
+    spans = [max(end for _, end in kernels[i:i + count]) - kernels[i][0] for i in range(0, len(kernels), count)]
     return statistics.median(spans) / len(sets) / 1e3
 
 
@@ -162,19 +139,18 @@ def autotune_xla(products: Sequence[Product]) -> None:
 
     It remembers the choices for later programs of this process.
     """
-    def specs(product, dtype):
-        m, n, k = product[:3]
+    def specs(dtype, m, n, k):
         return [jax.ShapeDtypeStruct(*of) for of in (
             ((m, k), dtype), ((n, k), dtype), ((m,), "float32"), ((n,), "float32"))]
-
-    # Kernels are timed, but not checked, which takes ten times as long at large M.
-    options = {"xla_gpu_autotune_level": 2}
 
     def program(eight, bf16):
         return [xla_scaled_mm(*given) for given in eight], [xla_bf16(*given) for given in bf16]
 
-    jax.jit(program).lower([specs(product, product.dtype) for product in products],
-                           [specs(product, "bfloat16") for product in products]).compile(options)
+    # Kernels are timed, but not checked, which takes ten times as long at large M.
+    options = {"xla_gpu_autotune_level": 2}
+    jax.jit(program).lower([specs(product.dtype, *product[:3]) for product in products],
+                           [specs("bfloat16", *shape) for shape in dict.fromkeys(product[:3] for product in products)],
+                           ).compile(options)
 
 
 def chain(product: Product, sets: list[tuple]) -> list[tuple]:

@@ -23,15 +23,6 @@ cuBLASLt is PyTorch's: fp8 with the same scales, and tensorwise with one for eac
 int32 and without scales."""
 
 
-def choose_peers(asked: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The peers to measure, and remarks on those left out."""
-    peers, remarks = list(asked), []
-    if "cublaslt" in peers and (missing := cublaslt.missing()):
-        peers.remove("cublaslt")
-        remarks.append(f"cuBLASLt is left out: {missing}.")
-    return peers, remarks
-
-
 def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], bandwidth: float,
                 rows: list[report.Row], failures: list[str]) -> None:
     """Measures ours and the peers and shows a progress bar; appends to `rows` and `failures` as it goes."""
@@ -78,15 +69,18 @@ def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None,
          png: Path | None) -> None:
     """Measures and prints the report, on Ctrl-C of what there is; see `python -m jax_qmm bench --help`."""
     kernels, gpu = measure.open_gpu("bench")
-    names, remarks = choose_peers(peers)
     title = f"jax_qmm on {gpu.device_kind}, jax {jax.__version__}"
-    if "cublaslt" in names:
+    remark = ""
+    if "cublaslt" in peers and (missing := cublaslt.missing()):
+        peers = [peer for peer in peers if peer != "cublaslt"]
+        remark = f"\ncuBLASLt is left out: {missing}."
+    elif "cublaslt" in peers:
         title += f", PyTorch {cublaslt.version()}"
-    print(title, *remarks, sep="\n", flush=True)
+    print(title + remark, flush=True)
     bandwidth = measure.copy_bandwidth()
     rows, failures, interrupt = [], [], None
     try:
-        measure_all(kernels, products, names, bandwidth, rows, failures)
+        measure_all(kernels, products, peers, bandwidth, rows, failures)
     except KeyboardInterrupt as error:
         interrupt = error
         failures.append(f"interrupted: {len(rows)} of {len(products)} products were measured")

@@ -58,3 +58,8 @@ def test_a_replayed_graph_is_timed_by_call(log):
     assert us == pytest.approx(1e3 / 6)  # a millisecond for three runs over two sets
     assert log == [
         0, 1, 0, 1, "capture", 0, 1, 0, 1, 0, 1, "captured", "replay", "replay", "replay", "reset", "empty"]
+
+
+def test_torch_may_be_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cublaslt.missing().startswith("PyTorch does not load here")

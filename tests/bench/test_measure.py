@@ -35,7 +35,7 @@ def test_xla_chooses_for_all_products_in_one_program(monkeypatch):
     measure.autotune_xla([INT8, FP8])
     assert [(name, a.shape, b.shape, a.dtype, b.dtype) for name, a, b in seen] == [
         (name, (4, 32), (16, 32), dtype, dtype) for name, dtype in (
-            ("xla_scaled_mm", "int8"), ("xla_scaled_mm", "float8_e4m3fn"), ("xla_bf16", "bfloat16"), ("xla_bf16", "bfloat16"))]
+            ("xla_scaled_mm", "int8"), ("xla_scaled_mm", "float8_e4m3fn"), ("xla_bf16", "bfloat16"))]
 
 
 def test_bf16_has_as_many_operands_of_its_own():

@@ -96,7 +96,8 @@ def test_kernels_take_turns_and_the_median_counts(bench, kernels, monkeypatch, t
     ours = timed("ours", [[13.0], [99.0], [14.0]])
     monkeypatch.setattr(kernels, "measure_scaled_mm", ours)
     monkeypatch.setattr(cublaslt, "calls", lambda product: {"cublaslt": timed("cublaslt", [30.0, 28.0, 27.0])})
-    monkeypatch.setattr(measure, "in_jit", lambda product: {"jit": timed("jit", [20.0, 22.0]), "xla": timed("xla", [15.0, 17.0])})
+    monkeypatch.setattr(measure, "in_jit", lambda product: {
+        "jit": timed("jit", [20.0, 22.0]), "xla": timed("xla", [15.0, 17.0])})
     bench("--shapes", "64,32", "--m", "1", "--dtype", "int8", "--csv", str(tmp_path / "a.csv"))
     assert asked == ["ours", "cublaslt", "cublaslt", "ours", "ours", "cublaslt", "jit", "xla", "xla", "jit"]
     (row,) = csv.DictReader((tmp_path / "a.csv").open())
@@ -126,11 +127,21 @@ def test_xla_chooses_for_all_products_of_one_m_together(bench, monkeypatch):
 
 
 def test_torch_may_be_absent(bench, monkeypatch, capsys):
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert "PyTorch does not load here" in cublaslt.missing()
-    peers, (remark,) = run.choose_peers(["cublaslt"])
-    assert peers == [] and remark.startswith("cuBLASLt is left out: PyTorch")
+    monkeypatch.setattr(cublaslt, "missing", lambda: "PyTorch does not load here")
+    assert bench() == 0
+    out = capsys.readouterr().out
+    assert "\ncuBLASLt is left out: PyTorch does not load here.\n" in out and "PyTorch 2.11" not in out
+    assert "speed over XLA" in out and "speed over cuBLASLt" not in out
+
+
+def test_xla_may_fail_on_all_products_together(bench, monkeypatch, capsys, tmp_path):
+    def fail(products):
+        raise RuntimeError("out of memory\nand much more")
+
+    monkeypatch.setattr(measure, "autotune_xla", fail)
+    assert bench("--csv", str(tmp_path / "a.csv")) == 0
+    assert "XLA failed on all products of M 32 together: out of memory\n" in capsys.readouterr().out
+    assert [row["xla_us"] for row in csv.DictReader((tmp_path / "a.csv").open())] == ["15.000"] * 8
 
 
 def interrupt():
