@@ -125,25 +125,28 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // The first warps multiply; of the others, one loads X, one Y, and one what the epilogue needs.
   constexpr int kMathWarps = kMathThreads / 32, kLoadsX = kMathWarps, kLoadsY = kMathWarps + 1;
+  constexpr int kLoadsA = T::kSwap ? kLoadsY : kLoadsX, kLoadsB = T::kSwap ? kLoadsX : kLoadsY;
+  CUtensorMap const& boxes_a = T::kSwap ? boxes_y : boxes_x;
+  CUtensorMap const& boxes_b = T::kSwap ? boxes_x : boxes_y;
   bool const multiplies = warp < kMathWarps;
 
   // What this block loads of b in a stage, and of a: its share of the rows, where blocks of a cluster load for each other.
   auto const box_row = [&](bool of_b, bool of_x) {
     return (of_b ? first_n : first_m) + (of_x ? in_y : in_x) * (of_b ? T::kBoxB : T::box_a(p.tile_m));
   };
-  if (warp == (T::kSwap ? kLoadsX : kLoadsY)) {
+  if (warp == kLoadsB) {
     // By the time the kernel before this one is done, what the first loads read of b is in L2, as prefetch_l2 has it. Of 16 to
     // 128 KB and parts of 1/5 to 1, these were the fastest for most weights; more delays the rest by up to 20 %.
     constexpr int kAhead = (48 << 10) / (T::kBoxB * kTileK);
     if (elect_one_sync()) {
-      prefetch_tma_descriptor(T::kSwap ? &boxes_x : &boxes_y);
+      prefetch_tma_descriptor(&boxes_b);
       for (int k = begin * kTileK; k < (begin + min(kAhead, (end - begin) / 5)) * kTileK; k += kLine) {
-        SM90_TMA_LOAD_3D::PREFETCH::copy(T::kSwap ? &boxes_x : &boxes_y, k, box_row(true, T::kSwap), p.b_batched ? l : 0);
+        SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_b, k, box_row(true, T::kSwap), p.b_batched ? l : 0);
       }
     }
-  } else if (warp == (T::kSwap ? kLoadsY : kLoadsX)) {
+  } else if (warp == kLoadsA) {
     if (elect_one_sync()) {
-      prefetch_tma_descriptor(T::kSwap ? &boxes_y : &boxes_x);
+      prefetch_tma_descriptor(&boxes_a);
       for (int s = 0; s < kStages; ++s) {
         Full::init(&smem.full[s], 2);
         Empty::init(&smem.empty[s], T::kSenders * kMathWarps);
@@ -170,7 +173,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       Full::arrive_and_expect_tx(full, kShared * rows * kTileK);
 #pragma unroll
       for (int j = 0; j < kTileK; j += kLine) {
-        load<(kShared > 1)>(boxes, i * kTileK + j, row, entry, to + (stage * kTileK + j) * (kOfX ? kX : kY), full, receivers, hint);
+        load<(kShared > 1)>(boxes, i * kTileK + j, row, entry, to + (stage * kTileK + j) * (kOfX ? kX : kY), full, receivers,
+                            hint);
       }
       if (++stage == kStages) stage = 0, ++turn;
     }

@@ -146,11 +146,10 @@ def autotune_xla(products: Sequence[Product]) -> None:
     def program(eight, bf16):
         return [xla_scaled_mm(*given) for given in eight], [xla_bf16(*given) for given in bf16]
 
+    eight = [specs(product.dtype, *product[:3]) for product in products]
+    bf16 = [specs("bfloat16", *shape) for shape in dict.fromkeys(product[:3] for product in products)]
     # Kernels are timed, but not checked, which takes ten times as long at large M.
-    options = {"xla_gpu_autotune_level": 2}
-    jax.jit(program).lower([specs(product.dtype, *product[:3]) for product in products],
-                           [specs("bfloat16", *shape) for shape in dict.fromkeys(product[:3] for product in products)],
-                           ).compile(options)
+    jax.jit(program).lower(eight, bf16).compile({"xla_gpu_autotune_level": 2})
 
 
 def chain(product: Product, sets: list[tuple]) -> list[tuple]:
@@ -166,9 +165,9 @@ def chain(product: Product, sets: list[tuple]) -> list[tuple]:
 
 def in_jit(product: Product) -> dict[str, Callable[[], float]]:
     """What measures, inside jitted programs: `scaled_mm`, the same by XLA, and XLA's product of bfloat16."""
-    eight = functools.cache(lambda: chain(product, operands(product, product.dtype)))
+    sets = functools.cache(lambda dtype: chain(product, operands(product, dtype)))
     return {
-        "jit": lambda: jit_us(jax_qmm.scaled_mm, eight()),
-        "xla": lambda: jit_us(xla_scaled_mm, eight()),
-        "xla_bf16": lambda: jit_us(xla_bf16, chain(product, operands(product, "bfloat16"))),
+        "jit": lambda: jit_us(jax_qmm.scaled_mm, sets(product.dtype)),
+        "xla": lambda: jit_us(xla_scaled_mm, sets(product.dtype)),
+        "xla_bf16": lambda: jit_us(xla_bf16, sets("bfloat16")),
     }

@@ -27,11 +27,11 @@ def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], band
                 rows: list[report.Row], failures: list[str]) -> None:
     """Measures ours and the peers and shows a progress bar; appends to `rows` and `failures` as it goes."""
     if "xla" in peers:
-        for rows_of_a in tqdm(list(dict.fromkeys(product.m for product in products)), desc="XLA compiles", unit="M"):
+        for m in tqdm(dict.fromkeys(product.m for product in products), desc="XLA compiles", unit="M"):
             try:
-                measure.autotune_xla([product for product in products if product.m == rows_of_a])
+                measure.autotune_xla([product for product in products if product.m == m])
             except RuntimeError as error:  # one by one, then
-                failures.append(f"XLA failed on all products of M {rows_of_a} together: {str(error).splitlines()[0]}")
+                failures.append(f"XLA failed on all products of M {m} together: {str(error).splitlines()[0]}")
     with tqdm(products, desc="bench", unit="product") as bar:
         for product in bar:
             *shape, dtype, out_dtype, fast_accum = product

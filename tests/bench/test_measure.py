@@ -107,6 +107,17 @@ def test_in_jit_measures_ours_and_xla(monkeypatch):
                         (measure.xla_bf16, jnp.bfloat16, 32)]
 
 
+def test_in_jit_makes_operands_once(monkeypatch):
+    made = []
+    operands = measure.operands
+    monkeypatch.setattr(measure, "operands", lambda product, dtype: made.append(dtype) or operands(product, dtype))
+    monkeypatch.setattr(measure, "jit_us", lambda function, sets: 1.0)
+    calls = measure.in_jit(FP8)
+    for name in [*calls, *reversed(calls)]:
+        calls[name]()
+    assert made == ["float8_e4m3fn", "bfloat16"]
+
+
 def test_roofline_is_that_of_bytes_or_of_operations():
     few, many = (Product(m, 8192, 8192, 1, "int8", "float32", False) for m in (1, 8192))
     assert measure.nbytes(few) == 8192 + 8192 * 8192 + 4 * 8192
