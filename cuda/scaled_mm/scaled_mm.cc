@@ -110,7 +110,7 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
 bool suits(Instance const& i, ScaledMm const& p) {
   if (i.schedule == Schedule::kSkinny) return true;
   if (i.split > 1 || i.blocks_per_sm > 1) return p.m <= i.rows_of_a();
-  if (i.schedule == Schedule::kOneTile && p.m > 512) return false;
+  if (i.schedule == Schedule::kOneTile && p.m > 1024) return false;
   if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would have few rows or none
   if (i.swap) return p.m <= 3 * i.tile_n;
   return (i.tile_m <= 64 || 2 * p.m > i.tile_m) && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));

@@ -57,6 +57,11 @@ def count_sets(nbytes: int, most: int) -> int:
     return min(most, max(2, math.ceil(400e6 / nbytes)))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _call_each(function, sets):
+    return [function(*arguments) for arguments in sets]
+
+
 def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
     """Microseconds of a call of `function`, of those for all `sets` of arguments in one jitted program.
 
@@ -64,11 +69,10 @@ def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
     needs to start a program: median of 7 runs.
     """
     runs = 7
-    program = jax.jit(lambda sets: [function(*arguments) for arguments in sets]).lower(sets).compile()
 
     def run():
         for _ in range(runs):
-            out = program(sets)
+            out = _call_each(function, sets)
         jax.block_until_ready(out)
 
     run()

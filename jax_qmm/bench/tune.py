@@ -14,6 +14,8 @@ from jax_qmm.tuning import Entry, Product
 
 FINALISTS = 8
 ROUNDS = 9
+LARGE_US = 100
+SETTLED_US = 300e3  # of launches of a large product, whose power by then has lowered the clock, by about 12 %
 NOISE = 0.99  # what takes a larger part of the default's time is no gain: medians repeat to about 1 %
 
 
@@ -21,17 +23,22 @@ def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[
     """The fastest kernel for `product`, its microseconds, and those of `default`.
 
     All that serve are measured once, to leave most of them out, then the best and the default many times, one
-    after the other: a large product runs at the clock that its kernel's power leaves, so that kernels taking
-    turns would lend each other theirs. The default stays where the gain is noise.
+    after the other and large products for longer: they run at the clock that their kernel's power leaves, so that
+    kernels taking turns would lend each other theirs. The default stays where the gain is noise.
     """
     choices = kernels.scaled_mm_choices(*product)
     once = dict(zip(choices, measure.kernel_us(kernels, product, choices, 1)))
     finalists = list(dict.fromkeys([default, *sorted(choices, key=once.get)[:FINALISTS]]))
-    us = {choice: measure.kernel_us(kernels, product, [choice], ROUNDS)[0] for choice in finalists}
+    rounds = _rounds(once[default])
+    us = {choice: measure.kernel_us(kernels, product, [choice], rounds)[0] for choice in finalists}
     best = min(finalists, key=us.get)
     if us[best] > NOISE * us[default]:
         best = default
     return best, us[best], us[default]
+
+
+def _rounds(us):
+    return ROUNDS if us < LARGE_US else max(ROUNDS, round(SETTLED_US / max(3000, 2 * us)))  # a round's microseconds
 
 
 def main(*, products: Sequence[Product], file: Path | None) -> None:

@@ -81,7 +81,8 @@ def test_time_is_that_of_one_call(monkeypatch, gap, span):
         return x + 1
 
     sets = [(jnp.full(3, i),) for i in range(4)]
-    assert measure.jit_us(function, sets) == pytest.approx(span / 4)  # a program is 4 calls
+    for _ in range(2):  # compiled once
+        assert measure.jit_us(function, sets) == pytest.approx(span / 4)  # a program is 4 calls
     assert len(seen) == 4 and all(isinstance(x, jax.core.Tracer) for x in seen)
 
 
