@@ -126,14 +126,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   // The first warps multiply; of the others, one loads X, one Y, and one what the epilogue needs.
   constexpr int kMathWarps = kMathThreads / 32, kLoadsX = kMathWarps, kLoadsY = kMathWarps + 1;
   constexpr int kLoadsA = T::kSwap ? kLoadsY : kLoadsX, kLoadsB = T::kSwap ? kLoadsX : kLoadsY;
-  bool const multiplies = warp < kMathWarps;
   CUtensorMap const& boxes_a = T::kSwap ? boxes_y : boxes_x;
   CUtensorMap const& boxes_b = T::kSwap ? boxes_x : boxes_y;
+  bool const multiplies = warp < kMathWarps;
 
-  // What this block loads of a and b in a stage: its share of the rows, where blocks of a cluster load for each other.
-  int const box_a = T::box_a(p.tile_m);
-  int const row_a = first_m + (T::kSwap ? in_x : in_y) * box_a, row_b = first_n + (T::kSwap ? in_y : in_x) * T::kBoxB;
-  int const entry_a = p.a_batched ? l : 0, entry_b = p.b_batched ? l : 0;
+  // What this block loads of b in a stage, and of a: its share of the rows, where blocks of a cluster load for each other.
+  auto const box_row = [&](bool of_b, bool of_x) {
+    return (of_b ? first_n : first_m) + (of_x ? in_y : in_x) * (of_b ? T::kBoxB : T::box_a(p.tile_m));
+  };
   if (warp == kLoadsB) {
     // By the time the kernel before this one is done, what the first loads read of b is in L2, as prefetch_l2 has it. Of 16 to
     // 128 KB and parts of 1/5 to 1, these were the fastest for most weights; more delays the rest by up to 20 %.
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     if (elect_one_sync()) {
       prefetch_tma_descriptor(&boxes_b);
       for (int k = begin * kTileK; k < (begin + min(kAhead, (end - begin) / 5)) * kTileK; k += kLine) {
-        SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_b, k, row_b, entry_b);
+        SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_b, k, box_row(true, T::kSwap), p.b_batched ? l : 0);
       }
     }
   } else if (warp == kLoadsA) {
@@ -158,11 +158,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   // The next kernel may start, and wait for this one's results as this one does for those before it.
   cudaTriggerProgrammaticLaunchCompletion();
 
-  auto const load_all = [&](auto of_x, int rows, int row, int entry, TMA::CacheHintSm90 hint) {
-    constexpr bool kOfX = of_x;
+  auto const load_all = [&](auto of_x, CUtensorMap const& boxes, uint8_t* to, TMA::CacheHintSm90 hint) {
+    constexpr bool kOfX = of_x, kOfB = kOfX == T::kSwap;
     constexpr int kShared = kOfX ? kClusterY : kClusterX;  // by so many blocks, which load a part of it each
-    CUtensorMap const& boxes = kOfX ? boxes_x : boxes_y;
-    uint8_t* const to = (kOfX ? memory : memory_y) + (kOfX ? in_y : in_x) * rows * kLine;
+    int const rows = kOfB ? T::kBoxB : T::box_a(p.tile_m), row = box_row(kOfB, kOfX);
+    int const entry = (kOfB ? p.b_batched : p.a_batched) ? l : 0;
+    to += (kOfX ? in_y : in_x) * rows * kLine;
     uint16_t receivers = 0;
     for (int i = 0; i < T::kSenders; ++i) receivers |= 1 << rank(part, i);
     cudaGridDependencySynchronize();
@@ -181,18 +182,22 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   typename T::Mma mma;
   auto thread = mma.get_slice(threadIdx.x % kMathThreads);
   Tensor acc = partition_fragment_C(mma, Shape<Int<kX>, Int<kY>>{});
-  if (warp == kLoadsA) {
-    if (elect_one_sync()) load_all(bool_constant<!T::kSwap>{}, box_a, row_a, entry_a, TMA::CacheHintSm90::EVICT_LAST);
-    __syncwarp();
-  } else if (warp == kLoadsB) {
-    // Each part is read once unless there are more tiles of a than a cluster has, or a batch, which may share it. It leaves L2
-    // to what is used again, but not to large outputs, which would go to memory in bursts: from about M = 64 and N = 6144 on
-    // that costs more.
-    constexpr int kSmallOutput = 768 << 10;
-    bool const once = gridDim.z == 1 && (T::kSwap ? gridDim.y == kClusterY : gridDim.x == kClusterX * kSplit);
-    bool const small = int64_t(p.m) * p.n * sizeof(Bits) < kSmallOutput;
-    auto const hint = once && small ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_NORMAL;
-    if (elect_one_sync()) load_all(bool_constant<T::kSwap>{}, T::kBoxB, row_b, entry_b, hint);
+  if (warp == kLoadsX || warp == kLoadsY) {
+    if (elect_one_sync()) {
+      // Of b, each part is read once unless there are more tiles of a than a cluster has, or a batch, which may share it. It
+      // leaves L2 to what is used again, but not to large outputs, which would go to memory in bursts: from about M = 64 and
+      // N = 6144 on that costs more.
+      constexpr int kSmallOutput = 768 << 10;
+      auto const hint_a = TMA::CacheHintSm90::EVICT_LAST;
+      bool const once = gridDim.z == 1 && (T::kSwap ? gridDim.y == kClusterY : gridDim.x == kClusterX * kSplit);
+      bool const small = int64_t(p.m) * p.n * sizeof(Bits) < kSmallOutput;
+      auto const hint_b = once && small ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_NORMAL;
+      if (warp == kLoadsX) {
+        load_all(true_type{}, boxes_x, memory, T::kSwap ? hint_b : hint_a);
+      } else {
+        load_all(false_type{}, boxes_y, memory_y, T::kSwap ? hint_a : hint_b);
+      }
+    }
     __syncwarp();
   } else if (!multiplies) {
     cudaGridDependencySynchronize();
