@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <stdexcept>
 
 namespace jax_qmm {
@@ -91,8 +93,13 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
     graphs.push_back(executable);
   }
   std::vector<std::vector<double>> times(choices.size());
+  std::vector<size_t> order(choices.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::mt19937 random;                             // the same orders every time
   for (int round = 0; round <= rounds; ++round) {  // the first one warms up
-    for (size_t i = 0; i < graphs.size(); ++i) {
+    // The clock is low after a kernel that draws much power, which is not to be the same one's every time.
+    std::shuffle(order.begin(), order.end(), random);
+    for (size_t i : order) {
       float milliseconds;
       check(cudaEventRecord(begin, stream));
       check(cudaGraphLaunch(graphs[i], stream));

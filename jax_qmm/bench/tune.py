@@ -14,31 +14,29 @@ from jax_qmm.tuning import Entry, Product
 
 FINALISTS = 8
 ROUNDS = 9
-LARGE_US = 100
-SETTLED_US = 300e3  # of launches of a large product, whose power by then has lowered the clock, by about 12 %
+LARGE_US = 100  # from here on, the power that a kernel draws lowers the clock
+SETTLED_US = 300e3  # of launches, by when it has, by about 12 %
 NOISE = 0.99  # what takes a larger part of the default's time is no gain: medians repeat to about 1 %
 
 
 def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[int, int], float, float]:
     """The fastest kernel for `product`, its microseconds, and those of `default`.
 
-    All that serve are measured once, to leave most of them out, then the best and the default many times, one
-    after the other and large products for longer: they run at the clock that their kernel's power leaves, so that
-    kernels taking turns would lend each other theirs. The default stays where the gain is noise.
+    All that serve are measured once, or thrice in other orders if large, to leave most of them out, then the best
+    and the default many times, one after the other: a large product runs at the clock that its kernel's power
+    leaves, so that kernels taking turns would lend each other theirs. The default stays where the gain is noise.
     """
     choices = kernels.scaled_mm_choices(*product)
-    once = dict(zip(choices, measure.kernel_us(kernels, product, choices, 1)))
-    finalists = list(dict.fromkeys([default, *sorted(choices, key=once.get)[:FINALISTS]]))
-    rounds = _rounds(once[default])
+    large = measure.roofline_us(product, 4e12) > LARGE_US
+    first = dict(zip(choices, measure.kernel_us(kernels, product, choices, 3 if large else 1)))
+    finalists = list(dict.fromkeys([default, *sorted(choices, key=first.get)[:FINALISTS]]))
+    round_us = max(3000, 2 * first[default])
+    rounds = max(ROUNDS, round(SETTLED_US / round_us)) if large else ROUNDS
     us = {choice: measure.kernel_us(kernels, product, [choice], rounds)[0] for choice in finalists}
     best = min(finalists, key=us.get)
     if us[best] > NOISE * us[default]:
         best = default
     return best, us[best], us[default]
-
-
-def _rounds(us):
-    return ROUNDS if us < LARGE_US else max(ROUNDS, round(SETTLED_US / max(3000, 2 * us)))  # a round's microseconds
 
 
 def main(*, products: Sequence[Product], file: Path | None) -> None:
