@@ -97,7 +97,7 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
   std::iota(order.begin(), order.end(), 0);
   std::mt19937 random;                             // the same orders every time
   for (int round = 0; round <= rounds; ++round) {  // the first one warms up
-    // The clock is low after a kernel that draws much power, which is not to be the same one's every time.
+    // Shuffled, so that no choice always follows the one that draws the most power and lowers the clock.
     std::shuffle(order.begin(), order.end(), random);
     for (size_t i : order) {
       float milliseconds;

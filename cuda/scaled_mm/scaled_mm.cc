@@ -107,10 +107,11 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
 }
 
 // Whether the instance's cost was measured on anything like the problem.
-bool suits(Instance const& i, ScaledMm const& p) {
+bool suits(Instance const& i, ScaledMm const& p, int sm_count) {
   if (i.schedule == Schedule::kSkinny) return true;
   if (i.split > 1 || i.blocks_per_sm > 1) return p.m <= i.rows_of_a();
-  if (i.schedule == Schedule::kOneTile && p.m > 1024) return false;
+  bool const one_wave = count_clusters(i, p) * i.cluster_m * i.cluster_n <= sm_count;
+  if (i.schedule == Schedule::kOneTile && p.m > 512 && !one_wave) return false;
   if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would have few rows or none
   if (i.swap) return p.m <= 3 * i.tile_n;
   return (i.tile_m <= 64 || 2 * p.m > i.tile_m) && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
@@ -181,7 +182,7 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   double best_time = 0;
   for (bool const all_that_serve : {false, true}) {  // where none suits
     for (int i = 0; i < int(std::size(kInstances)); ++i) {
-      if (!serves(kInstances[i], p) || !(all_that_serve || suits(kInstances[i], p))) continue;
+      if (!serves(kInstances[i], p) || !(all_that_serve || suits(kInstances[i], p, sm_count))) continue;
       double const time = predict(kInstances[i], p, sm_count);
       if (best.instance < 0 || time < best_time) {
         best = {i, swizzle_for(kInstances[i], p)};

@@ -169,6 +169,7 @@ def chain(product: Product, sets: list[tuple]) -> list[tuple]:
 
 def in_jit(product: Product) -> dict[str, Callable[[], float]]:
     """What measures, inside jitted programs: `scaled_mm`, the same by XLA, and XLA's product of bfloat16."""
+    _call_each.clear_cache()  # of the products before
     sets = functools.cache(lambda dtype: chain(product, operands(product, dtype)))
     return {
         "jit": lambda: jit_us(jax_qmm.scaled_mm, sets(product.dtype)),

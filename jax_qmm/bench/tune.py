@@ -1,5 +1,6 @@
 """`python -m jax_qmm tune`: measures every kernel on the user's products and GPU, and stores the fastest."""
 
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -14,20 +15,20 @@ from jax_qmm.tuning import Entry, Product
 
 FINALISTS = 8
 ROUNDS = 9
-LARGE_US = 100  # from here on, the power that a kernel draws lowers the clock
-SETTLED_US = 300e3  # of launches, by when it has, by about 12 %
+LARGE_US = 100  # of operations at the peak, from where on the power they draw lowers the clock, by about 12 %
+SETTLED_US = 300e3  # of launches, during most of which it is lowered
 NOISE = 0.99  # what takes a larger part of the default's time is no gain: medians repeat to about 1 %
 
 
 def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[int, int], float, float]:
     """The fastest kernel for `product`, its microseconds, and those of `default`.
 
-    All that serve are measured once, or thrice in other orders if large, to leave most of them out, then the best
-    and the default many times, one after the other: a large product runs at the clock that its kernel's power
-    leaves, so that kernels taking turns would lend each other theirs. The default stays where the gain is noise.
+    All that serve are measured once, large products three times, to leave most of them out, then the best and the
+    default many times, one after the other: a large product runs at the clock that its kernel's power leaves, so
+    that kernels taking turns would lend each other theirs. The default stays where the gain is noise.
     """
     choices = kernels.scaled_mm_choices(*product)
-    large = measure.roofline_us(product, 4e12) > LARGE_US
+    large = measure.roofline_us(product, bandwidth=math.inf) > LARGE_US
     first = dict(zip(choices, measure.kernel_us(kernels, product, choices, 3 if large else 1)))
     finalists = list(dict.fromkeys([default, *sorted(choices, key=first.get)[:FINALISTS]]))
     round_us = max(3000, 2 * first[default])

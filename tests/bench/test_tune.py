@@ -46,6 +46,11 @@ def test_large_products_are_measured_until_the_clock_has_settled(kernels, us, ro
     assert [call[2] for call in kernels.measured] == [3, rounds, rounds, rounds, rounds]
 
 
+def test_reading_much_does_not_lower_the_clock(kernels):
+    command_line.main(["tune", "--shapes", "57344,8192", "--m", "16", "--dtype", "int8"])
+    assert [call[2] for call in kernels.measured] == [1, 9, 9, 9, 9]
+
+
 def test_the_default_stays_where_the_gain_is_noise(kernels, capsys):
     kernels.us |= {"generic": 9.95, "sm90 wide": 10.0}
     command_line.main(ARGUMENTS)
