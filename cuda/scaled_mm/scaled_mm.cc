@@ -90,12 +90,15 @@ int64_t count_clusters(Instance const& i, ScaledMm const& p) {
   return ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) * ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
 }
 
+// With those that make the clusters whole.
+int64_t count_tiles(Instance const& i, ScaledMm const& p) { return count_clusters(i, p) * i.cluster_m * i.cluster_n; }
+
 bool serves(Instance const& i, ScaledMm const& p) {
   int constexpr kMostBlocks = 65535;  // of a grid's second or third dimension; prefetch_l2 counts their threads
   if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype)) return false;
   if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
   if (i.accum != accum_of(p)) return false;
-  return i.schedule != Schedule::kOneTile || count_clusters(i, p) * i.cluster_m * i.cluster_n <= kMostBlocks;
+  return i.schedule != Schedule::kOneTile || count_tiles(i, p) <= kMostBlocks;
 }
 
 // The grid is padded to whole squares of tiles, which costs more than the reuse gains unless it fits.
@@ -110,8 +113,7 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
 bool suits(Instance const& i, ScaledMm const& p, int sm_count) {
   if (i.schedule == Schedule::kSkinny) return true;
   if (i.split > 1 || i.blocks_per_sm > 1) return p.m <= i.rows_of_a();
-  bool const one_wave = count_clusters(i, p) * i.cluster_m * i.cluster_n <= sm_count;
-  if (i.schedule == Schedule::kOneTile && p.m > 512 && !one_wave) return false;
+  if (i.schedule == Schedule::kOneTile && p.m > 512 && count_tiles(i, p) > sm_count) return false;  // several waves
   if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would have few rows or none
   if (i.swap) return p.m <= 3 * i.tile_n;
   return (i.tile_m <= 64 || 2 * p.m > i.tile_m) && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));

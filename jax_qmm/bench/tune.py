@@ -31,7 +31,7 @@ def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[
     large = measure.roofline_us(product, bandwidth=math.inf) > LARGE_US
     first = dict(zip(choices, measure.kernel_us(kernels, product, choices, 3 if large else 1)))
     finalists = list(dict.fromkeys([default, *sorted(choices, key=first.get)[:FINALISTS]]))
-    round_us = max(3000, 2 * first[default])
+    round_us = max(3000, 2 * first[default])  # measure_scaled_mm replays launches for 3 ms, at least two
     rounds = max(ROUNDS, round(SETTLED_US / round_us)) if large else ROUNDS
     us = {choice: measure.kernel_us(kernels, product, [choice], rounds)[0] for choice in finalists}
     best = min(finalists, key=us.get)
