@@ -210,6 +210,17 @@ def test_aligned_products_get_a_kernel_made_for_hopper(extension, dtype, out_dty
         assert extension.describe_scaled_mm(choice).startswith("sm90"), m
 
 
+@pytest.mark.parametrize(("m", "n", "k", "kind"), [
+    (16, 128, 16384, "split-K"),      # few tiles: only parts of K make enough blocks
+    (64, 128256, 4096, "one tile"),   # many waves, but of tiles that have all of M
+    (8192, 8192, 28672, "pingpong"),  # many waves of several rows of tiles
+])
+@pytest.mark.parametrize(("dtype", "fast_accum"), [("int8", False), ("float8_e4m3fn", True)])
+def test_the_cost_model_chooses_by_how_tiles_fill_the_gpu(extension, dtype, fast_accum, m, n, k, kind):
+    choice = extension.select_scaled_mm(m, n, k, 1, dtype, "bfloat16", fast_accum, GPU.core_count)
+    assert kind in extension.describe_scaled_mm(choice)
+
+
 @pytest.mark.parametrize(("tuned", "fields", "found"), [
     (INT8, {}, True), (INT8, {"m": 13}, True), (INT8, {"m": 12}, False), (INT8, {"m": 17}, False),
     (INT8, {"out_dtype": "float16"}, True), (INT8, {"out_dtype": "float32"}, False), (INT8, {"n": 64}, False),

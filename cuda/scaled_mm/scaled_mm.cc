@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
@@ -25,7 +26,7 @@ using sm90::Schedule;
 
 struct Cost {
   double k_tile, tile, launch;  // microseconds
-  double reading;               // bytes that pass, against those of the operands
+  double reading;               // time of the operands' and the result's bytes, against a copy's
 };
 
 struct Instance {
@@ -90,15 +91,12 @@ int64_t count_clusters(Instance const& i, ScaledMm const& p) {
   return ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) * ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
 }
 
-// With those that make the clusters whole.
-int64_t count_tiles(Instance const& i, ScaledMm const& p) { return count_clusters(i, p) * i.cluster_m * i.cluster_n; }
-
 bool serves(Instance const& i, ScaledMm const& p) {
   int constexpr kMostBlocks = 65535;  // of a grid's second or third dimension; prefetch_l2 counts their threads
   if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype)) return false;
   if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
   if (i.accum != accum_of(p)) return false;
-  return i.schedule != Schedule::kOneTile || count_tiles(i, p) <= kMostBlocks;
+  return i.schedule != Schedule::kOneTile || count_clusters(i, p) * i.cluster_m * i.cluster_n <= kMostBlocks;
 }
 
 // The grid is padded to whole squares of tiles, which costs more than the reuse gains unless it fits.
@@ -109,39 +107,25 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
   return fits && !i.swap && p.m >= 4096 && p.n >= 8192 ? kSquare : 1;
 }
 
-// Whether the instance's cost was measured on anything like the problem.
-bool suits(Instance const& i, ScaledMm const& p, int sm_count) {
-  if (i.schedule == Schedule::kSkinny) return true;
-  if (i.split > 1 || i.blocks_per_sm > 1) return p.m <= i.rows_of_a();
-  if (i.schedule == Schedule::kOneTile && p.m > 512 && count_tiles(i, p) > sm_count) return false;  // several waves
-  if (p.m <= i.rows_of_a() * (i.tiles_of_a() - 1)) return false;  // blocks would have few rows or none
-  if (i.swap) return p.m <= 3 * i.tile_n;
-  return (i.tile_m <= 64 || 2 * p.m > i.tile_m) && (p.m <= 512 || (i.tile_m >= 128 && i.tile_n >= 96));
-}
-
-// Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
+// Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip. Infinity is what
+// is not to be chosen.
 double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
-  double constexpr kMissingByte = 14e-6;  // of a tile's rows of a, which TMA fills with zeros
-  double constexpr kAlone = 0.7;          // of a K tile's time, where each block has two SMs' way to memory for itself
-  bool const exact = i.schedule == Schedule::kSkinny || i.schedule == Schedule::kOneTile;  // reads the rows there are
-  ScaledMm const p = exact ? problem : sm90::overlap_tiles(problem, i.rows_of_a() * i.tiles_of_a());
-  int64_t const clusters = count_clusters(i, p);
+  int constexpr kMostWaves = 3;  // of one-tile kernels with several rows of tiles: none was the fastest with more
+  bool const persistent = i.schedule == Schedule::kPingpong || i.schedule == Schedule::kCooperative;
+  ScaledMm const p = persistent ? sm90::overlap_tiles(problem, i.rows_of_a() * i.tiles_of_a()) : problem;
   int const cluster = i.cluster_m * i.cluster_n * i.split;
   // The SMs of a cluster are of one GPC, which often has some that make no whole cluster: of 132, 120 make clusters of 4,
   // and 102 of 6.
   int const sms = cluster > 4 ? sm_count * 7 / 9 : cluster > 2 ? sm_count * 10 / 11 : sm_count;
-  int const at_once = std::max(1, sms * i.blocks_per_sm / cluster);
-  int const missing = exact ? 0 : ceil_div(p.m, i.rows_of_a()) * i.rows_of_a() - p.m;
-  double const waves = ceil_div(clusters, at_once);
-  double const zeros = kMissingByte * missing * i.tile_k / waves;  // one wave has the last rows
-  bool const alone = i.schedule == Schedule::kOneTile && cluster == 1 && i.blocks_per_sm == 1 && 2 * clusters <= sm_count;
-  double const k_tile = (i.cost.k_tile + zeros) * (alone ? kAlone : 1);
-  double const computing = waves * (ceil_div(p.k, i.tile_k * i.split) * k_tile + i.cost.tile);
+  double const waves = ceil_div(count_clusters(i, p), std::max(1, sms * i.blocks_per_sm / cluster));
+  bool const several_rows = p.m > i.rows_of_a() * i.tiles_of_a();
+  if (i.schedule == Schedule::kOneTile && several_rows && waves > kMostWaves) return std::numeric_limits<double>::infinity();
+  double const computing = waves * (ceil_div(p.k, i.tile_k * i.split) * i.cost.k_tile + i.cost.tile);
   double const bytes = double(problem.batch) * (double(problem.m) * p.k + double(p.n) * p.k +
                                                 double(problem.m) * p.n * bytes_of(p.out_dtype));
   double const reading = bytes / 4.3e6 * i.cost.reading;  // at 4.3 TB/s, what a copy reaches
-  auto const fourth_power = [](double x) { return x * x * x * x; };  // std::pow would double what choosing takes
-  return i.cost.launch + std::sqrt(std::sqrt(fourth_power(computing) + fourth_power(reading)));
+  auto const cube = [](double x) { return x * x * x; };
+  return i.cost.launch + std::cbrt(cube(computing) + cube(reading));
 }
 
 // Measured choices: for operands and output of some kind and one N and K, by M.
@@ -181,17 +165,13 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   ScaledMmChoice best{-1, 1};
   if (auto const tuned = find_tuned(p)) return tuned->second;
   if (!tma_aligned(p)) return best;
-  double best_time = 0;
-  for (bool const all_that_serve : {false, true}) {  // where none suits
-    for (int i = 0; i < int(std::size(kInstances)); ++i) {
-      if (!serves(kInstances[i], p) || !(all_that_serve || suits(kInstances[i], p, sm_count))) continue;
-      double const time = predict(kInstances[i], p, sm_count);
-      if (best.instance < 0 || time < best_time) {
-        best = {i, swizzle_for(kInstances[i], p)};
-        best_time = time;
-      }
+  double best_time = std::numeric_limits<double>::infinity();
+  for (int i = 0; i < int(std::size(kInstances)); ++i) {
+    if (!serves(kInstances[i], p)) continue;
+    if (double const time = predict(kInstances[i], p, sm_count); time < best_time) {
+      best = {i, swizzle_for(kInstances[i], p)};
+      best_time = time;
     }
-    if (best.instance >= 0) break;
   }
   return best;
 }
