@@ -20,20 +20,27 @@ SETTLED_US = 300e3  # of launches, during most of which it is lowered
 NOISE = 0.99  # what takes a larger part of the default's time is no gain: medians repeat to about 1 %
 
 
-def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[int, int], float, float]:
-    """The fastest kernel for `product`, its microseconds, and those of `default`.
+def first_us(kernels, product: Product, choices: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """Microseconds of each choice, measured once, or large products three times: tells the fast ones from the others."""
+    return dict(zip(choices, measure.kernel_us(kernels, product, choices, 3 if _large(product) else 1)))
 
-    All that serve are measured once, large products three times, to leave most of them out, then the best and the
-    default many times, one after the other: a large product runs at the clock that its kernel's power leaves, so
-    that kernels taking turns would lend each other theirs. The default stays where the gain is noise.
+
+def alone_us(kernels, product: Product, choice: tuple[int, int], about: float) -> float:
+    """Microseconds of a choice that takes `about` so many, measured many times without others.
+
+    A large product runs at the clock that its kernel's power leaves, so that kernels taking turns would lend each
+    other theirs.
     """
-    choices = kernels.scaled_mm_choices(*product)
-    large = measure.roofline_us(product, bandwidth=math.inf) > LARGE_US
-    first = dict(zip(choices, measure.kernel_us(kernels, product, choices, 3 if large else 1)))
-    finalists = list(dict.fromkeys([default, *sorted(choices, key=first.get)[:FINALISTS]]))
-    round_us = max(3000, 2 * first[default])  # measure_scaled_mm replays launches for 3 ms, at least two
-    rounds = max(ROUNDS, round(SETTLED_US / round_us)) if large else ROUNDS
-    us = {choice: measure.kernel_us(kernels, product, [choice], rounds)[0] for choice in finalists}
+    round_us = max(3000, 2 * about)  # measure_scaled_mm replays launches for 3 ms, at least two
+    rounds = max(ROUNDS, round(SETTLED_US / round_us)) if _large(product) else ROUNDS
+    return measure.kernel_us(kernels, product, [choice], rounds)[0]
+
+
+def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[int, int], float, float]:
+    """The fastest kernel for `product`, its microseconds, and those of `default`, which stays where the gain is noise."""
+    first = first_us(kernels, product, kernels.scaled_mm_choices(*product))
+    finalists = list(dict.fromkeys([default, *sorted(first, key=first.get)[:FINALISTS]]))
+    us = {choice: alone_us(kernels, product, choice, first[choice]) for choice in finalists}
     best = min(finalists, key=us.get)
     if us[best] > NOISE * us[default]:
         best = default
@@ -93,6 +100,10 @@ def _report(kernels, entries, measured):
     yield report.align(header, rows, left=2)
     yield (f"\n{others} of {len(rows)} products get another kernel than the cost model's: "
            f"{geometric_mean(gains):.3f} times as fast (geometric mean of all)")
+
+
+def _large(product):
+    return measure.roofline_us(product, bandwidth=math.inf) > LARGE_US
 
 
 def _stop(message):
