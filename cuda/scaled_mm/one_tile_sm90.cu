@@ -47,8 +47,7 @@ struct Types {
   static constexpr int kM = Swap ? TileY : TileX, kN = Swap ? TileX : TileY;
   static constexpr int kClusterM = Swap ? ClusterY : ClusterX, kClusterN = Swap ? ClusterX : ClusterY;
   static constexpr int kMathThreads = size(Mma{}), kThreads = kMathThreads + 96;
-  static_assert(ClusterX == 1 || ClusterY == 1);
-  static constexpr int kSenders = ClusterX * ClusterY;  // blocks whose loads reach this one, itself included
+  static constexpr int kSenders = ClusterX + ClusterY - 1;  // blocks whose loads reach this one, itself included
   // Rows that each of the blocks with the same tile of a or of b loads for all.
   static constexpr int box_a(int tile_m) { return (tile_m - 1) / kClusterN + 1; }
   static constexpr int kBoxB = kN / kClusterM;
@@ -118,7 +117,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   // The blocks of a cluster: parts of K first, then tiles along X or Y.
   int const part = blockIdx.x % kSplit, x = blockIdx.x / kSplit, y = blockIdx.y, l = blockIdx.z;
   int const in_x = x % kClusterX, in_y = y % kClusterY;
-  auto const rank = [](int part, int tile) { return part + kSplit * tile; };
+  auto const rank = [](int part, int in_x, int in_y) { return part + kSplit * (in_x + kClusterX * in_y); };
   int const k_tiles = (p.k - 1) / kTileK + 1;
   int const begin = k_tiles * part / kSplit, end = k_tiles * (part + 1) / kSplit;
   int const first_m = p.tile_m * (T::kSwap ? y : x), first_n = kN * (T::kSwap ? x : y);
@@ -169,7 +168,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     int const entry = (kOfB ? p.b_batched : p.a_batched) ? l : 0;
     to += (kOfX ? in_y : in_x) * rows * kLine;
     uint16_t receivers = 0;
-    for (int i = 0; i < T::kSenders; ++i) receivers |= 1 << rank(part, i);
+    for (int i = 0; i < kShared; ++i) receivers |= 1 << (kOfX ? rank(part, in_x, i) : rank(part, i, in_y));
     cudaGridDependencySynchronize();
     for (int i = begin, stage = 0, turn = 0; i < end; ++i) {
       if (turn > 0) Empty::wait(&smem.empty[stage], (turn - 1) & 1);
@@ -218,7 +217,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     clear(acc);
     auto const release = [&](int stage) {
       if constexpr (T::kSenders > 1) {
-        if (lane < T::kSenders) Empty::arrive(&smem.empty[stage], rank(part, lane), true);
+        // Those with this block's tile of Y, and the others with its tile of X.
+        int const other_y = lane - kClusterX + (lane - kClusterX >= in_y);
+        int const sender = lane < kClusterX ? rank(part, lane, in_y) : rank(part, in_x, other_y);
+        if (lane < T::kSenders) Empty::arrive(&smem.empty[stage], sender, true);
       } else {
         if (elect_one_sync()) Empty::arrive(&smem.empty[stage]);
       }
@@ -244,7 +246,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   sync_blocks<(kSplit * T::kSenders > 1)>();
   auto const give = [&](int m, int n, auto value) {
     auto* to = reinterpret_cast<decltype(value)*>(&partial[part * kShare + m % kShare][n]);
-    if constexpr (kSplit > 1) to = static_cast<decltype(value)*>(__cluster_map_shared_rank(to, rank(m / kShare, in_x + in_y)));
+    if constexpr (kSplit > 1) to = static_cast<decltype(value)*>(__cluster_map_shared_rank(to, rank(m / kShare, in_x, in_y)));
     *to = value;
   };
   Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kX>, Int<kY>>{}));

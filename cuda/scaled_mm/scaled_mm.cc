@@ -113,9 +113,9 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   bool const persistent = i.schedule == Schedule::kPingpong || i.schedule == Schedule::kCooperative;
   ScaledMm const p = persistent ? sm90::overlap_tiles(problem, i.rows_of_a()) : problem;
   int const cluster = i.cluster_m * i.cluster_n * i.split;
-  // The SMs of a cluster are of one GPC, which often has some that make no whole cluster: of 132, 120 make clusters of 4,
-  // and 102 of 6.
-  int const sms = cluster > 4 ? sm_count * 7 / 9 : cluster > 2 ? sm_count * 10 / 11 : sm_count;
+  // The SMs of a cluster are of one GPC, which often has some that make no whole cluster: of 132, 120 make clusters of 4
+  // or 8, and 102 of 6.
+  int const sms = cluster == 6 ? sm_count * 7 / 9 : cluster > 2 ? sm_count * 10 / 11 : sm_count;
   double const waves = ceil_div(count_clusters(i, p), std::max(1, sms * i.blocks_per_sm / cluster));
   bool const several_rows = p.m > i.rows_of_a();
   if (i.schedule == Schedule::kOneTile && several_rows && waves > kMostWaves) return std::numeric_limits<double>::infinity();
