@@ -1,0 +1,297 @@
+"""Measures every kernel on many products, and fits to that the costs by which the extension chooses among them.
+
+    python benchmarks/cost_model.py measure kernels.csv.gz --products 500   # on a Hopper GPU: 4 minutes
+    python benchmarks/cost_model.py fit kernels.csv.gz                      # anywhere: writes the costs into instances_sm90.def
+
+What is fitted is `predict` of cuda/scaled_mm/scaled_mm.cc, written again here for gradients. The fit minimizes how far what
+the model chooses is behind the fastest, and how far its times of the fast kernels are off.
+"""
+
+import argparse
+import csv
+import dataclasses
+import gzip
+import math
+import random
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import geometric_mean
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from jax_qmm.bench import measure, tune
+from jax_qmm.tuning import Product
+
+LINE = re.compile(r"^(GEMM|SKINNY|ONE_TILE)\(COST\((.*?)\), (.*)\)$", re.MULTILINE)
+TABLE = Path(__file__).parent.parent / "cuda" / "scaled_mm" / "instances_sm90.def"
+SMS = 132  # of the H200 that was measured
+FIELDS = ("dtype", "fast_accum", "m", "n", "k", "kernel", "us")
+
+# Weights (N, K): linear layers of Llama 3, Qwen 2.5, Gemma 2, DeepSeek V3, Mistral, Phi 3, BERT, their tensor-parallel cuts,
+# language-model heads, routers, and others that fit no tile.
+WEIGHTS = (
+    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672),
+    (3072, 4096), (1536, 4096), (768, 4096), (4096, 2048), (4096, 1024), (4096, 512), (14336, 4096), (7168, 4096),
+    (3584, 4096), (4096, 7168), (4096, 3584), (4096, 1792), (5120, 8192), (2560, 8192), (1280, 8192), (8192, 4096),
+    (8192, 2048), (8192, 1024), (28672, 8192), (14336, 8192), (7168, 8192), (8192, 14336), (8192, 7168), (8192, 3584),
+    (4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (7168, 5120), (5120, 5120), (27648, 5120), (5120, 27648),
+    (13824, 5120), (5120, 13824), (2304, 2304), (9216, 2304), (2112, 7168), (24576, 1536), (32768, 512), (7168, 2048),
+    (9216, 3072), (3072, 3072), (16384, 3072), (3072, 8192), (768, 768), (3072, 768), (768, 3072), (1024, 1024),
+    (1024, 4096), (128256, 4096), (151936, 3584), (256000, 2304), (128, 4096), (256, 7168), (512, 8192), (576, 16384),
+    (1024, 8192), (4096, 496), (2000, 1040), (5120, 496),
+)
+MOST_US = 600  # of a product's operations at the peak
+LARGE_FINALISTS = 5  # of the kernels for a large product, which are measured at the clock that their power leaves
+# Products of fp8 that are summed in float32 throughout have two kernels more than the skinny ones.
+KINDS = {("int8", False): 0.45, ("float8_e4m3fn", True): 0.45, ("float8_e4m3fn", False): 0.1}
+
+
+def products(count, seed):
+    """So many different ones, drawn: M between 1 and 16384, evenly by its logarithm, half of them multiples of 32."""
+    draw = random.Random(seed)
+    drawn = {}
+    while len(drawn) < count:
+        m = round(math.exp(draw.uniform(0, math.log(16384))))
+        if draw.random() < 0.5:
+            m = max(32, m // 32 * 32)
+        [(dtype, fast_accum)] = draw.choices(list(KINDS), KINDS.values())
+        product = Product(m, *draw.choice(WEIGHTS), 1, dtype, "bfloat16", fast_accum)
+        if measure.roofline_us(product, math.inf) < MOST_US:
+            drawn[product] = None
+    return list(drawn)
+
+
+def measure_all(file, count, seed):
+    kernels, _ = measure.open_gpu("cost_model.py")
+    with gzip.open(file, "wt", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(FIELDS)
+        for product in tqdm(products(count, seed), unit="product"):
+            m, n, k, _, dtype, _, fast_accum = product
+            choices = [choice for choice in kernels.scaled_mm_choices(*product) if choice[0] >= 0]
+            times = tune.first_us(kernels, product, choices)
+            if measure.roofline_us(product, math.inf) > tune.LARGE_US:
+                for choice in sorted(times, key=times.get)[:LARGE_FINALISTS]:
+                    times[choice] = tune.alone_us(kernels, product, choice, times[choice])
+            for choice, us in times.items():
+                writer.writerow((dtype, int(fast_accum), m, n, k, kernels.describe_scaled_mm(choice), round(us, 3)))
+
+
+@dataclasses.dataclass
+class Kernel:
+    """A line of instances_sm90.def."""
+    given: str  # all but the cost
+    name: str  # as the extension tells it, but for the swizzle
+    kind: tuple[str, bool]  # dtype and fast_accum, which is of no matter to skinny ones
+    tile: tuple[int, int, int]
+    cluster: tuple[int, int]
+    schedule: str
+    swap: bool
+    split: int
+    blocks_per_sm: int
+    cost: tuple[float, ...]
+
+    def full_name(self, swizzle):
+        return self.name + (f" swizzle {swizzle}" if self.schedule in ("pingpong", "cooperative") else "")
+
+    def serves(self, dtype, fast_accum, m):
+        if self.schedule == "skinny":
+            return dtype == self.kind[0] and m <= self.tile[1]
+        return (dtype, fast_accum) == self.kind
+
+
+def read_kernels():
+    """Those with results of two bytes."""
+    for what, cost, line in LINE.findall(TABLE.read_text()):
+        dtype, *given = line.split(", ")
+        dtype = {"kS8": "int8", "kF8E4M3": "float8_e4m3fn"}[dtype]
+        split = blocks = 1
+        fast = dtype != "int8"
+        if what == "GEMM":
+            fast = given.pop(0) == "kFast"
+        out_bytes, *given = given
+        if out_bytes != "2":
+            continue
+        if what == "SKINNY":
+            warps, steps, blocks = map(int, given)
+            tile, cluster, schedule, swap = (16, 8, 64 * steps * warps), (1, 1), "skinny", True
+        else:
+            if what == "GEMM":
+                *numbers, schedule, swap = given
+                schedule = {"kPingpong": "pingpong", "kCooperative": "cooperative"}[schedule]
+            else:
+                *numbers, split, blocks, swap = given
+                schedule, split, blocks = "one tile", int(split), int(blocks)
+            tile, cluster, swap = tuple(map(int, numbers[:3])), tuple(map(int, numbers[3:])), swap == "true"
+        name = "sm90 {}x{}x{}".format(*tile)
+        if what == "SKINNY":
+            name += f" skinny {warps} warps"
+        else:
+            name += " cluster {}x{} ".format(*cluster) + schedule + " swapped" * swap
+            name += f" split-K {split}" * (split > 1) + f" {blocks} per SM" * (blocks > 1)
+        yield Kernel(line, name, (dtype, fast), tile, cluster, schedule, swap, split, blocks,
+                     tuple(map(float, cost.split(", "))))
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+def terms(kernel, m, n, k):
+    """Waves, K tiles of each, microseconds that a copy of the bytes takes, and the swizzle; no waves: not to be chosen."""
+    rows_of_a = kernel.tile[kernel.swap] * kernel.cluster[kernel.swap]
+    m_tiled, batch, tiles = m, 1, ceil_div(m, rows_of_a)
+    persistent = kernel.schedule in ("pingpong", "cooperative")
+    if persistent and 2 <= tiles <= 4 and tiles * rows_of_a - m >= 16 and n * k <= 32 << 20:  # as overlap_tiles has it
+        m_tiled, batch = m - (tiles - 1) * ((m - rows_of_a + tiles - 2) // (tiles - 1)), tiles
+    x, y = (n, m_tiled) if kernel.swap else (m_tiled, n)
+    clusters = batch * ceil_div(ceil_div(x, kernel.tile[0]), kernel.cluster[0]) * ceil_div(
+        ceil_div(y, kernel.tile[1]), kernel.cluster[1])
+    size = math.prod(kernel.cluster) * kernel.split
+    sms = SMS * 7 // 9 if size == 6 else SMS * 10 // 11 if size > 2 else SMS
+    waves = ceil_div(clusters, max(1, sms * kernel.blocks_per_sm // size))
+    if kernel.schedule == "one tile" and m > rows_of_a and waves > 3:
+        waves = 0
+    fits = ceil_div(m, kernel.tile[0]) % (8 * kernel.cluster[0]) == 0 == ceil_div(n, kernel.tile[1]) % (8 * kernel.cluster[1])
+    swizzle = 8 if fits and not kernel.swap and m >= 4096 and n >= 8192 else 1
+    return waves, ceil_div(k, kernel.tile[2] * kernel.split), (m * k + n * k + 2 * m * n) / 4.3e6, swizzle
+
+
+def predict(costs, waves, k_tiles, copy):
+    k_tile, tile, launch, reading = costs.T
+    return launch + jnp.cbrt((waves * (k_tiles * k_tile + tile)) ** 3 + (copy * reading) ** 3)
+
+
+class Measured:
+    """Of the products of one kind: times by product and kernel, infinite where not measured, and the fastest of any."""
+
+    def __init__(self, kind, kernels, times):
+        dtype, fast_accum = kind
+        self.kernels = [kernel for kernel in kernels if kernel.serves(dtype, fast_accum, 1)]
+        self.products = [key[2:] for key in times if key[:2] == kind]
+        shape = len(self.products), len(self.kernels)
+        self.us, self.terms = np.full(shape, np.inf), np.ones((3, *shape))
+        self.fastest = np.empty(len(self.products))
+        for row, product in enumerate(self.products):
+            by_name = times[*kind, *product]
+            self.fastest[row] = min(by_name.values())
+            for column, kernel in enumerate(self.kernels):
+                *numbers, swizzle = terms(kernel, *product)
+                name = kernel.full_name(swizzle)
+                if numbers[0] and kernel.serves(dtype, fast_accum, product[0]) and name in by_name:
+                    self.us[row, column], self.terms[:, row, column] = by_name[name], numbers
+
+    def behind(self, costs, rows):
+        """How many times as long as the fastest the model's choices take."""
+        chosen = jnp.where(np.isfinite(self.us), predict(costs, *self.terms), np.inf).argmin(1)
+        return (self.us[np.arange(len(self.us)), chosen] / self.fastest)[rows]
+
+
+def fit(measured, rows, steps=2000):
+    """Costs that are right for the products in `rows`.
+
+    Loss: the mean logarithm of how far behind a soft choice is, and of how far off the times of nearly the fastest are.
+    """
+    soft, weight_power, outlier = 0.02, 6, 0.1
+    least = np.array([(math.prod(kernel.tile) * kernel.blocks_per_sm / (4096 * 1.9e3) if kernel.schedule != "skinny" else 0.05,
+                       0.01, 0.3, 0.8) for kernel in measured.kernels])
+    most = np.array((5.0, 9.0, 9.0, 4.0))
+    us = measured.us[rows]
+    known = np.isfinite(us)
+    us = np.where(known, us, 1.0)
+    behind = np.where(known, us / measured.fastest[rows, None], 1.0)
+    weights = np.where(known, behind ** -weight_power, 0.0)
+    given = measured.terms[:, rows]
+
+    def costs_of(x):
+        return least + (most - least) * jax.nn.sigmoid(x)
+
+    def loss(x):
+        times = jnp.log(predict(costs_of(x), *given))
+        choice = jax.nn.softmax(jnp.where(known, -times / soft, -jnp.inf), axis=1)
+        lost = jnp.sum(choice * jnp.log(jnp.minimum(behind, 3)), axis=1).mean()
+        off = jnp.abs(times - jnp.log(us))
+        huber = jnp.where(off < outlier, off**2 / 2, outlier * (off - outlier / 2)) / outlier
+        return lost + jnp.sum(weights * huber) / weights.sum()
+
+    start = np.array([(1.3 * k_tile, 2.0, 1.0, 1.0) for k_tile, *_ in least])
+    x = jnp.log((start - least) / (most - start))
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.02, steps))
+    state = optimizer.init(x)
+
+    @jax.jit
+    def step(x, state):
+        updates, state = optimizer.update(jax.grad(loss)(x), state)
+        return optax.apply_updates(x, updates), state
+
+    for _ in range(steps):
+        x, state = step(x, state)
+    return np.concatenate([np.round(costs_of(x)[:, :1], 3), np.round(costs_of(x)[:, 1:], 2)], axis=1)
+
+
+def read_times(files):
+    """Microseconds of each kernel by dtype, fast_accum, M, N and K."""
+    times = defaultdict(dict)
+    for file in files:
+        with gzip.open(file, "rt", newline="") as lines:
+            for row in csv.DictReader(lines):
+                key = row["dtype"], row["fast_accum"] == "1", *(int(row[name]) for name in "mnk")
+                times[key][row["kernel"]] = float(row["us"])
+    return times
+
+
+def fit_all(files):
+    times = read_times(files)
+    kernels = list(read_kernels())
+    found = {}
+    for kind in KINDS:
+        measured = Measured(kind, kernels, times)
+        rows = np.arange(len(measured.products))
+        weights = sorted({product[1:] for product in measured.products})
+        left_out = np.empty(len(rows))
+        for part in range(6):  # of the weights
+            out = np.array([weights.index(product[1:]) % 6 == part for product in measured.products])
+            left_out[out] = measured.behind(fit(measured, rows[~out]), rows[out])
+        costs = fit(measured, rows)
+        behind = measured.behind(costs, rows)
+        print(*kind, f"{len(rows)} products: {geometric_mean(behind):.3f} times the fastest's time, at most {behind.max():.2f}; "
+              f"{geometric_mean(left_out):.3f} where a fit leaves their weights out, at most {left_out.max():.2f}")
+        for kernel, cost in zip(measured.kernels, costs):
+            if kernel.kind == kind:
+                found[kernel.given] = cost
+    TABLE.write_text(replace_costs(TABLE.read_text(), found))
+
+
+def replace_costs(text, costs):
+    """With those of results of 4 bytes, which have the same as those of 2."""
+    def replaced(found):
+        what, _, given = found.groups()
+        cost = costs.get(re.sub(r"(k\w+, )4, ", r"\g<1>2, ", given, count=1))
+        return found[0] if cost is None else "{}(COST({:.3f}, {:.2f}, {:.2f}, {:.2f}), {})".format(what, *cost, given)
+
+    return LINE.sub(replaced, text)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("measure", help="on a Hopper GPU; writes the file")
+    command.add_argument("file")
+    command.add_argument("--products", type=int, required=True, help="how many")
+    command.add_argument("--seed", type=int, default=0, help="draws others (%(default)s)")
+    command = commands.add_parser("fit", help="reads the files and writes instances_sm90.def")
+    command.add_argument("files", nargs="+")
+    args = parser.parse_args()
+    if args.command == "measure":
+        measure_all(args.file, args.products, args.seed)
+    else:
+        fit_all(args.files)
+
+
+if __name__ == "__main__":
+    main()
