@@ -3,6 +3,7 @@
     python benchmarks/cost_model.py measure kernels.csv.gz --products 500   # on a Hopper GPU: 4 minutes
     python benchmarks/cost_model.py fit kernels.csv.gz                      # anywhere: writes the costs into instances_sm90.def
 
+It needs optax, and the costs serve once the extension is built again. Several files are fitted as one.
 What is fitted is `predict` of cuda/scaled_mm/scaled_mm.cc, written again here for gradients. The fit minimizes how far what
 the model chooses is behind the fastest, and how far its times of the fast kernels are off.
 """
@@ -16,7 +17,8 @@ import random
 import re
 from collections import defaultdict
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean as mean
+from statistics import median
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +49,7 @@ WEIGHTS = (
 )
 MOST_US = 600  # of a product's operations at the peak
 LARGE_FINALISTS = 5  # of the kernels for a large product, which are measured at the clock that their power leaves
-# Products of fp8 that are summed in float32 throughout have two kernels more than the skinny ones.
+# Products of fp8 that are summed in float32 throughout have two kernels more than the skinny one.
 KINDS = {("int8", False): 0.45, ("float8_e4m3fn", True): 0.45, ("float8_e4m3fn", False): 0.1}
 
 
@@ -67,19 +69,33 @@ def products(count, seed):
 
 
 def measure_all(file, count, seed):
-    kernels, _ = measure.open_gpu("cost_model.py")
+    kernels, gpu = measure.open_gpu("cost_model.py")
+    if gpu.core_count != SMS:
+        raise SystemExit(f"{gpu.device_kind} has {gpu.core_count} SMs, and the model is fitted to {SMS}")
     with gzip.open(file, "wt", newline="") as out:
         writer = csv.writer(out)
         writer.writerow(FIELDS)
         for product in tqdm(products(count, seed), unit="product"):
             m, n, k, _, dtype, _, fast_accum = product
             choices = [choice for choice in kernels.scaled_mm_choices(*product) if choice[0] >= 0]
-            times = tune.first_us(kernels, product, choices)
-            if measure.roofline_us(product, math.inf) > tune.LARGE_US:
-                for choice in sorted(times, key=times.get)[:LARGE_FINALISTS]:
-                    times[choice] = tune.alone_us(kernels, product, choice, times[choice])
+            try:
+                times = measure_one(kernels, product, choices)
+            except RuntimeError as error:  # of CUDA: too little memory
+                tqdm.write(f"left out: {product} ({error})")
+                continue
             for choice, us in times.items():
                 writer.writerow((dtype, int(fast_accum), m, n, k, kernels.describe_scaled_mm(choice), round(us, 3)))
+
+
+def measure_one(kernels, product, choices):
+    """Microseconds by choice; of a large product all at the clock that the fastest ones' power leaves."""
+    times = tune.first_us(kernels, product, choices)
+    if measure.roofline_us(product, math.inf) <= tune.LARGE_US:
+        return times
+    alone = {choice: tune.alone_us(kernels, product, choice, times[choice])
+             for choice in sorted(times, key=times.get)[:LARGE_FINALISTS]}
+    slower = median(us / times[choice] for choice, us in alone.items())
+    return {choice: us * slower for choice, us in times.items()} | alone
 
 
 @dataclasses.dataclass
@@ -87,7 +103,7 @@ class Kernel:
     """A line of instances_sm90.def."""
     given: str  # all but the cost
     name: str  # as the extension tells it, but for the swizzle
-    kind: tuple[str, bool]  # dtype and fast_accum, which is of no matter to skinny ones
+    kind: tuple[str, bool]  # dtype and fast_accum; skinny ones, which sum in float32, serve both
     tile: tuple[int, int, int]
     cluster: tuple[int, int]
     schedule: str
@@ -111,7 +127,7 @@ def read_kernels():
         dtype, *given = line.split(", ")
         dtype = {"kS8": "int8", "kF8E4M3": "float8_e4m3fn"}[dtype]
         split = blocks = 1
-        fast = dtype != "int8"
+        fast = what != "SKINNY" and dtype != "int8"
         if what == "GEMM":
             fast = given.pop(0) == "kFast"
         out_bytes, *given = given
@@ -168,22 +184,20 @@ def predict(costs, waves, k_tiles, copy):
 
 
 class Measured:
-    """Of the products of one kind: times by product and kernel, infinite where not measured, and the fastest of any."""
+    """Of the products of one dtype: times by product and kernel, infinite where not measured, and the fastest of any."""
 
-    def __init__(self, kind, kernels, times):
-        dtype, fast_accum = kind
-        self.kernels = [kernel for kernel in kernels if kernel.serves(dtype, fast_accum, 1)]
-        self.products = [key[2:] for key in times if key[:2] == kind]
+    def __init__(self, dtype, kernels, times):
+        self.kernels = [kernel for kernel in kernels if kernel.kind[0] == dtype]
+        self.products = [key for key in times if key[0] == dtype]
         shape = len(self.products), len(self.kernels)
         self.us, self.terms = np.full(shape, np.inf), np.ones((3, *shape))
-        self.fastest = np.empty(len(self.products))
-        for row, product in enumerate(self.products):
-            by_name = times[*kind, *product]
-            self.fastest[row] = min(by_name.values())
+        self.fastest = np.array([min(times[product].values()) for product in self.products])
+        for row, (_, fast_accum, m, n, k) in enumerate(self.products):
+            by_name = times[self.products[row]]
             for column, kernel in enumerate(self.kernels):
-                *numbers, swizzle = terms(kernel, *product)
+                *numbers, swizzle = terms(kernel, m, n, k)
                 name = kernel.full_name(swizzle)
-                if numbers[0] and kernel.serves(dtype, fast_accum, product[0]) and name in by_name:
+                if numbers[0] and kernel.serves(dtype, fast_accum, m) and name in by_name:
                     self.us[row, column], self.terms[:, row, column] = by_name[name], numbers
 
     def behind(self, costs, rows):
@@ -249,21 +263,22 @@ def fit_all(files):
     times = read_times(files)
     kernels = list(read_kernels())
     found = {}
-    for kind in KINDS:
-        measured = Measured(kind, kernels, times)
+    for dtype in dict.fromkeys(dtype for dtype, _ in KINDS):
+        measured = Measured(dtype, kernels, times)
         rows = np.arange(len(measured.products))
-        weights = sorted({product[1:] for product in measured.products})
+        weights = sorted({product[3:] for product in measured.products})
         left_out = np.empty(len(rows))
         for part in range(6):  # of the weights
-            out = np.array([weights.index(product[1:]) % 6 == part for product in measured.products])
+            out = np.array([weights.index(product[3:]) % 6 == part for product in measured.products])
             left_out[out] = measured.behind(fit(measured, rows[~out]), rows[out])
         costs = fit(measured, rows)
         behind = measured.behind(costs, rows)
-        print(*kind, f"{len(rows)} products: {geometric_mean(behind):.3f} times the fastest's time, at most {behind.max():.2f}; "
-              f"{geometric_mean(left_out):.3f} where a fit leaves their weights out, at most {left_out.max():.2f}")
-        for kernel, cost in zip(measured.kernels, costs):
-            if kernel.kind == kind:
-                found[kernel.given] = cost
+        for kind in (kind for kind in KINDS if kind[0] == dtype):
+            of_kind = np.array([product[:2] == kind for product in measured.products])
+            print(*kind, f"{of_kind.sum()} products: {mean(behind[of_kind]):.3f} times the fastest's time, at most "
+                  f"{behind[of_kind].max():.2f}; {mean(left_out[of_kind]):.3f} where a fit leaves their weights out, at most "
+                  f"{left_out[of_kind].max():.2f}")
+        found |= {kernel.given: cost for kernel, cost in zip(measured.kernels, costs)}
     TABLE.write_text(replace_costs(TABLE.read_text(), found))
 
 
