@@ -17,8 +17,7 @@ import random
 import re
 from collections import defaultdict
 from pathlib import Path
-from statistics import geometric_mean as mean
-from statistics import median
+from statistics import geometric_mean, median
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +89,7 @@ def measure_all(file, count, seed):
 def measure_one(kernels, product, choices):
     """Microseconds by choice; of a large product all at the clock that the fastest ones' power leaves."""
     times = tune.first_us(kernels, product, choices)
-    if measure.roofline_us(product, math.inf) <= tune.LARGE_US:
+    if not tune.is_large(product):
         return times
     alone = {choice: tune.alone_us(kernels, product, choice, times[choice])
              for choice in sorted(times, key=times.get)[:LARGE_FINALISTS]}
@@ -112,8 +111,12 @@ class Kernel:
     blocks_per_sm: int
     cost: tuple[float, ...]
 
+    @property
+    def persistent(self):
+        return self.schedule in ("pingpong", "cooperative")
+
     def full_name(self, swizzle):
-        return self.name + (f" swizzle {swizzle}" if self.schedule in ("pingpong", "cooperative") else "")
+        return self.name + (f" swizzle {swizzle}" if self.persistent else "")
 
     def serves(self, dtype, fast_accum, m):
         if self.schedule == "skinny":
@@ -162,8 +165,7 @@ def terms(kernel, m, n, k):
     """Waves, K tiles of each, microseconds that a copy of the bytes takes, and the swizzle; no waves: not to be chosen."""
     rows_of_a = kernel.tile[kernel.swap] * kernel.cluster[kernel.swap]
     m_tiled, batch, tiles = m, 1, ceil_div(m, rows_of_a)
-    persistent = kernel.schedule in ("pingpong", "cooperative")
-    if persistent and 2 <= tiles <= 4 and tiles * rows_of_a - m >= 16 and n * k <= 32 << 20:  # as overlap_tiles has it
+    if kernel.persistent and 2 <= tiles <= 4 and tiles * rows_of_a - m >= 16 and n * k <= 32 << 20:  # as overlap_tiles has it
         m_tiled, batch = m - (tiles - 1) * ((m - rows_of_a + tiles - 2) // (tiles - 1)), tiles
     x, y = (n, m_tiled) if kernel.swap else (m_tiled, n)
     clusters = batch * ceil_div(ceil_div(x, kernel.tile[0]), kernel.cluster[0]) * ceil_div(
@@ -229,9 +231,8 @@ def fit(measured, rows, steps=2000):
         times = jnp.log(predict(costs_of(x), *given))
         choice = jax.nn.softmax(jnp.where(known, -times / soft, -jnp.inf), axis=1)
         lost = jnp.sum(choice * jnp.log(jnp.minimum(behind, 3)), axis=1).mean()
-        off = jnp.abs(times - jnp.log(us))
-        huber = jnp.where(off < outlier, off**2 / 2, outlier * (off - outlier / 2)) / outlier
-        return lost + jnp.sum(weights * huber) / weights.sum()
+        off = optax.huber_loss(times, jnp.log(us), delta=outlier) / outlier
+        return lost + jnp.sum(weights * off) / weights.sum()
 
     start = np.array([(1.3 * k_tile, 2.0, 1.0, 1.0) for k_tile, *_ in least])
     x = jnp.log((start - least) / (most - start))
@@ -275,9 +276,10 @@ def fit_all(files):
         behind = measured.behind(costs, rows)
         for kind in (kind for kind in KINDS if kind[0] == dtype):
             of_kind = np.array([product[:2] == kind for product in measured.products])
-            print(*kind, f"{of_kind.sum()} products: {mean(behind[of_kind]):.3f} times the fastest's time, at most "
-                  f"{behind[of_kind].max():.2f}; {mean(left_out[of_kind]):.3f} where a fit leaves their weights out, at most "
-                  f"{left_out[of_kind].max():.2f}")
+            mean, most, mean_out, most_out = (
+                of(ratios[of_kind]) for ratios in (behind, left_out) for of in (geometric_mean, max))
+            print(*kind, f"{of_kind.sum()} products: {mean:.3f} times the fastest's time, at most {most:.2f}; "
+                  f"{mean_out:.3f} where a fit leaves their weights out, at most {most_out:.2f}")
         found |= {kernel.given: cost for kernel, cost in zip(measured.kernels, costs)}
     TABLE.write_text(replace_costs(TABLE.read_text(), found))
 

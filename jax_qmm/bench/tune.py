@@ -20,9 +20,14 @@ SETTLED_US = 300e3  # of launches, during most of which it is lowered
 NOISE = 0.99  # what takes a larger part of the default's time is no gain: medians repeat to about 1 %
 
 
+def is_large(product: Product) -> bool:
+    """Whether the power that a product draws lowers the clock."""
+    return measure.roofline_us(product, bandwidth=math.inf) > LARGE_US
+
+
 def first_us(kernels, product: Product, choices: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
     """Microseconds of each choice, measured once, or large products three times: tells the fast ones from the others."""
-    return dict(zip(choices, measure.kernel_us(kernels, product, choices, 3 if _large(product) else 1)))
+    return dict(zip(choices, measure.kernel_us(kernels, product, choices, 3 if is_large(product) else 1)))
 
 
 def alone_us(kernels, product: Product, choice: tuple[int, int], about: float) -> float:
@@ -32,7 +37,7 @@ def alone_us(kernels, product: Product, choice: tuple[int, int], about: float) -
     other theirs.
     """
     round_us = max(3000, 2 * about)  # measure_scaled_mm replays launches for 3 ms, at least two
-    rounds = max(ROUNDS, round(SETTLED_US / round_us)) if _large(product) else ROUNDS
+    rounds = max(ROUNDS, round(SETTLED_US / round_us)) if is_large(product) else ROUNDS
     return measure.kernel_us(kernels, product, [choice], rounds)[0]
 
 
@@ -100,10 +105,6 @@ def _report(kernels, entries, measured):
     yield report.align(header, rows, left=2)
     yield (f"\n{others} of {len(rows)} products get another kernel than the cost model's: "
            f"{geometric_mean(gains):.3f} times as fast (geometric mean of all)")
-
-
-def _large(product):
-    return measure.roofline_us(product, bandwidth=math.inf) > LARGE_US
 
 
 def _stop(message):
