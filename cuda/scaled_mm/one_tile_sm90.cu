@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     auto const release = [&](int stage) {
       if constexpr (T::kSenders > 1) {
         // Those with this block's tile of Y, and the others with its tile of X.
-        int const other_y = lane - kClusterX + (lane - kClusterX >= in_y);
-        int const sender = lane < kClusterX ? rank(part, lane, in_y) : rank(part, in_x, other_y);
+        int const other = lane - kClusterX + 1;
+        int const sender = other <= 0 ? rank(part, lane, in_y) : rank(part, in_x, (in_y + other) % kClusterY);
         if (lane < T::kSenders) Empty::arrive(&smem.empty[stage], sender, true);
       } else {
         if (elect_one_sync()) Empty::arrive(&smem.empty[stage]);
@@ -242,8 +242,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     warpgroup_fence_operand(acc);
   }
 
-  // All stages of the cluster's blocks are multiplied, and nothing arrives here any more.
-  sync_blocks<(kSplit * T::kSenders > 1)>();
+  // No more data arrive here, and this block's stages are multiplied; where parts of K are added up, so are its cluster's.
+  if constexpr (kSplit == 1 && T::kSenders > 1) cluster_arrive();
+  sync_blocks<(kSplit > 1)>();
   auto const give = [&](int m, int n, auto value) {
     auto* to = reinterpret_cast<decltype(value)*>(&partial[part * kShare + m % kShare][n]);
     if constexpr (kSplit > 1) to = static_cast<decltype(value)*>(__cluster_map_shared_rank(to, rank(m / kShare, in_x, in_y)));
@@ -263,7 +264,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     }
   }
   sync_blocks<(kSplit > 1)>();
-  if (!multiplies) return;
+  if (!multiplies) {
+    // Other blocks of the cluster may still tell this one that they have multiplied a stage.
+    if constexpr (kSplit == 1 && T::kSenders > 1) cluster_wait();
+    return;
+  }
 
   // Each thread has some columns, whose scales it keeps, of each of some rows. All are in the matrix or none: TMA takes only
   // rows of whole 16 bytes.
