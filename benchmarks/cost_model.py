@@ -91,7 +91,7 @@ def measure_one(kernels, product, choices):
     times = tune.first_us(kernels, product, choices)
     if not tune.is_large(product):
         return times
-    alone = {choice: tune.alone_us(kernels, product, choice, times[choice])
+    alone = {choice: tune.alone_us(kernels, product, choice)
              for choice in sorted(times, key=times.get)[:LARGE_FINALISTS]}
     slower = median(us / times[choice] for choice, us in alone.items())
     return {choice: us * slower for choice, us in times.items()} | alone

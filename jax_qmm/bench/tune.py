@@ -16,7 +16,6 @@ from jax_qmm.tuning import Entry, Product
 FINALISTS = 8
 ROUNDS = 9
 LARGE_US = 100  # of operations at the peak, from where on the power they draw lowers the clock, by about 12 %
-SETTLED_US = 300e3  # of launches, during most of which it is lowered
 NOISE = 0.99  # what takes a larger part of the default's time is no gain: medians repeat to about 1 %
 
 
@@ -30,22 +29,21 @@ def first_us(kernels, product: Product, choices: Sequence[tuple[int, int]]) -> d
     return dict(zip(choices, measure.kernel_us(kernels, product, choices, 3 if is_large(product) else 1)))
 
 
-def alone_us(kernels, product: Product, choice: tuple[int, int], about: float) -> float:
-    """Microseconds of a choice that takes `about` so many, measured many times without others.
+def alone_us(kernels, product: Product, choice: tuple[int, int]) -> float:
+    """Microseconds of a choice, measured many times without others.
 
     A large product runs at the clock that its kernel's power leaves, so that kernels taking turns would lend each
-    other theirs.
+    other theirs. Not for longer, until the clock has settled: what is the fastest then takes up to 10 % longer where
+    large products come in bursts.
     """
-    round_us = max(3000, 2 * about)  # measure_scaled_mm replays launches for 3 ms, at least two
-    rounds = max(ROUNDS, round(SETTLED_US / round_us)) if is_large(product) else ROUNDS
-    return measure.kernel_us(kernels, product, [choice], rounds)[0]
+    return measure.kernel_us(kernels, product, [choice], ROUNDS)[0]
 
 
 def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[int, int], float, float]:
     """The fastest kernel for `product`, its microseconds, and those of `default`, which stays where the gain is noise."""
     first = first_us(kernels, product, kernels.scaled_mm_choices(*product))
     finalists = list(dict.fromkeys([default, *sorted(first, key=first.get)[:FINALISTS]]))
-    us = {choice: alone_us(kernels, product, choice, first[choice]) for choice in finalists}
+    us = {choice: alone_us(kernels, product, choice) for choice in finalists}
     best = min(finalists, key=us.get)
     if us[best] > NOISE * us[default]:
         best = default

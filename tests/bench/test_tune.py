@@ -39,11 +39,9 @@ def test_every_kernel_is_measured_and_the_best_ones_again(kernels):
     assert [choices for _, choices, _ in again] == [[(2, 1)], [(-1, 1)], [(0, 1)], [(1, 1)]]
 
 
-@pytest.mark.parametrize("us, rounds", [(400, 100), (3000, 50), (50_000, 9)])
-def test_large_products_are_measured_until_the_clock_has_settled(kernels, us, rounds):
-    kernels.us = dict.fromkeys(kernels.us, us)
+def test_large_products_take_turns_three_times(kernels):
     command_line.main(["tune", "--shapes", "8192,8192", "--m", "4096", "--dtype", "int8"])
-    assert [call[2] for call in kernels.measured] == [3, rounds, rounds, rounds, rounds]
+    assert [call[2] for call in kernels.measured] == [3, 9, 9, 9, 9]
 
 
 def test_reading_much_does_not_lower_the_clock(kernels):

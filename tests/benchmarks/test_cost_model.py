@@ -52,7 +52,7 @@ def test_measures_large_products_at_the_clock_of_the_fastest(cost_model, monkeyp
     alone = []
     monkeypatch.setattr(cost_model.tune, "first_us", lambda kernels, product, choices: {i: 10.0 + i for i in choices})
     monkeypatch.setattr(cost_model.tune, "alone_us",
-                        lambda kernels, product, choice, about: alone.append(choice) or 2 * about)
+                        lambda kernels, product, choice: alone.append(choice) or 20.0 + 2 * choice)
     product = cost_model.Product(m, 8192, 8192, 1, "int8", "bfloat16", False)
     assert cost_model.measure_one(None, product, range(7)) == times
     assert alone == ([] if m == 64 else [0, 1, 2, 3, 4])
