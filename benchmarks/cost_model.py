@@ -1,16 +1,16 @@
 """Measures every kernel on many products, and fits to that the costs by which the extension chooses among them.
 
-    python benchmarks/cost_model.py measure kernels.csv.gz --products 500   # on a Hopper GPU: 4 minutes
-    python benchmarks/cost_model.py fit kernels.csv.gz                      # anywhere: writes the costs into instances_sm90.def
+    python benchmarks/cost_model.py measure kernels.csv.gz --products 500   # on a Hopper GPU: 6 minutes
+    python benchmarks/cost_model.py fit kernels.csv.gz                      # on any machine: writes instances_sm90.def
 
-It needs optax, and the costs serve once the extension is built again. Several files are fitted as one.
+It needs optax and the extension, built from that file as it is, and once more for the costs to serve. Several files are
+fitted as one.
 What is fitted is `predict` of cuda/scaled_mm/scaled_mm.cc, written again here for gradients. The fit minimizes how far what
 the model chooses is behind the fastest, and how far its times of the fast kernels are off.
 """
 
 import argparse
 import csv
-import dataclasses
 import gzip
 import math
 import random
@@ -25,6 +25,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
+from jax_qmm import _ffi
 from jax_qmm.bench import measure, tune
 from jax_qmm.tuning import Product
 
@@ -46,24 +47,28 @@ WEIGHTS = (
     (1024, 4096), (128256, 4096), (151936, 3584), (256000, 2304), (128, 4096), (256, 7168), (512, 8192), (576, 16384),
     (1024, 8192), (4096, 496), (2000, 1040), (5120, 496),
 )
-MOST_US = 600  # of a product's operations at the peak
+MOST_US = 2500  # of a product's operations at the peak
+LARGE_PART = 0.2  # of the products
 LARGE_FINALISTS = 5  # of the kernels for a large product, which are measured at the clock that their power leaves
 # Products of fp8 that are summed in float32 throughout have two kernels more than the skinny one.
 KINDS = {("int8", False): 0.45, ("float8_e4m3fn", True): 0.45, ("float8_e4m3fn", False): 0.1}
 
 
 def products(count, seed):
-    """So many different ones, drawn: M between 1 and 16384, evenly by its logarithm, half of them multiples of 32."""
+    """So many different ones, drawn: M between 1 and 16384, evenly by its logarithm, some multiples of 32 or powers of two."""
     draw = random.Random(seed)
+    wanted = {True: round(LARGE_PART * count)}  # by whether they are large
+    wanted[False] = count - wanted[True]
     drawn = {}
     while len(drawn) < count:
-        m = round(math.exp(draw.uniform(0, math.log(16384))))
-        if draw.random() < 0.5:
-            m = max(32, m // 32 * 32)
+        m = draw.uniform(0, math.log2(16384))
+        m = draw.choice((round(2 ** m), max(32, round(2 ** m) // 32 * 32), 2 ** round(m)))
         [(dtype, fast_accum)] = draw.choices(list(KINDS), KINDS.values())
         product = Product(m, *draw.choice(WEIGHTS), 1, dtype, "bfloat16", fast_accum)
-        if measure.roofline_us(product, math.inf) < MOST_US:
+        large = tune.is_large(product)
+        if product not in drawn and wanted[large] and measure.roofline_us(product, math.inf) < MOST_US:
             drawn[product] = None
+            wanted[large] -= 1
     return list(drawn)
 
 
@@ -97,115 +102,47 @@ def measure_one(kernels, product, choices):
     return {choice: us * slower for choice, us in times.items()} | alone
 
 
-@dataclasses.dataclass
-class Kernel:
-    """A line of instances_sm90.def."""
-    given: str  # all but the cost
-    name: str  # as the extension tells it, but for the swizzle
-    kind: tuple[str, bool]  # dtype and fast_accum; skinny ones, which sum in float32, serve both
-    tile: tuple[int, int, int]
-    cluster: tuple[int, int]
-    schedule: str
-    swap: bool
-    split: int
-    blocks_per_sm: int
-    cost: tuple[float, ...]
-
-    @property
-    def persistent(self):
-        return self.schedule in ("pingpong", "cooperative")
-
-    def full_name(self, swizzle):
-        return self.name + (f" swizzle {swizzle}" if self.persistent else "")
-
-    def serves(self, dtype, fast_accum, m):
-        if self.schedule == "skinny":
-            return dtype == self.kind[0] and m <= self.tile[1]
-        return (dtype, fast_accum) == self.kind
-
-
-def read_kernels():
-    """Those with results of two bytes."""
-    for what, cost, line in LINE.findall(TABLE.read_text()):
-        dtype, *given = line.split(", ")
-        dtype = {"kS8": "int8", "kF8E4M3": "float8_e4m3fn"}[dtype]
-        split = blocks = 1
-        fast = what != "SKINNY" and dtype != "int8"
-        if what == "GEMM":
-            fast = given.pop(0) == "kFast"
-        out_bytes, *given = given
-        if out_bytes != "2":
-            continue
-        if what == "SKINNY":
-            warps, steps, blocks = map(int, given)
-            tile, cluster, schedule, swap = (16, 8, 64 * steps * warps), (1, 1), "skinny", True
-        else:
-            if what == "GEMM":
-                *numbers, schedule, swap = given
-                schedule = {"kPingpong": "pingpong", "kCooperative": "cooperative"}[schedule]
-            else:
-                *numbers, split, blocks, swap = given
-                schedule, split, blocks = "one tile", int(split), int(blocks)
-            tile, cluster, swap = tuple(map(int, numbers[:3])), tuple(map(int, numbers[3:])), swap == "true"
-        name = "sm90 {}x{}x{}".format(*tile)
-        if what == "SKINNY":
-            name += f" skinny {warps} warps"
-        else:
-            name += " cluster {}x{} ".format(*cluster) + schedule + " swapped" * swap
-            name += f" split-K {split}" * (split > 1) + f" {blocks} per SM" * (blocks > 1)
-        yield Kernel(line, name, (dtype, fast), tile, cluster, schedule, swap, split, blocks,
-                     tuple(map(float, cost.split(", "))))
-
-
-def ceil_div(a, b):
-    return -(-a // b)
-
-
-def terms(kernel, m, n, k):
-    """Waves, K tiles of each, microseconds that a copy of the bytes takes, and the swizzle; no waves: not to be chosen."""
-    rows_of_a = kernel.tile[kernel.swap] * kernel.cluster[kernel.swap]
-    m_tiled, batch, tiles = m, 1, ceil_div(m, rows_of_a)
-    if kernel.persistent and 2 <= tiles <= 4 and tiles * rows_of_a - m >= 16 and n * k <= 32 << 20:  # as overlap_tiles has it
-        m_tiled, batch = m - (tiles - 1) * ((m - rows_of_a + tiles - 2) // (tiles - 1)), tiles
-    x, y = (n, m_tiled) if kernel.swap else (m_tiled, n)
-    clusters = batch * ceil_div(ceil_div(x, kernel.tile[0]), kernel.cluster[0]) * ceil_div(
-        ceil_div(y, kernel.tile[1]), kernel.cluster[1])
-    size = math.prod(kernel.cluster) * kernel.split
-    sms = SMS * 7 // 9 if size == 6 else SMS * 10 // 11 if size > 2 else SMS
-    waves = ceil_div(clusters, max(1, sms * kernel.blocks_per_sm // size))
-    if kernel.schedule == "one tile" and m > rows_of_a and waves > 3:
-        waves = 0
-    fits = ceil_div(m, kernel.tile[0]) % (8 * kernel.cluster[0]) == 0 == ceil_div(n, kernel.tile[1]) % (8 * kernel.cluster[1])
-    swizzle = 8 if fits and not kernel.swap and m >= 4096 and n >= 8192 else 1
-    return waves, ceil_div(k, kernel.tile[2] * kernel.split), (m * k + n * k + 2 * m * n) / 4.3e6, swizzle
-
-
 def predict(costs, waves, k_tiles, copy):
     k_tile, tile, launch, reading = costs.T
     return launch + jnp.cbrt((waves * (k_tiles * k_tile + tile)) ** 3 + (copy * reading) ** 3)
 
 
 class Measured:
-    """Of the products of one dtype: times by product and kernel, infinite where not measured, and the fastest of any."""
+    """Times of products by product and kernel, with the fastest of any, and what the model takes them from.
 
-    def __init__(self, dtype, kernels, times):
-        self.kernels = [kernel for kernel in kernels if kernel.kind[0] == dtype]
-        self.products = [key for key in times if key[0] == dtype]
+    Kernels are the extension's and numbered as there; infinite is a time that was not measured, or of a kernel that the model
+    does not choose.
+    """
+
+    def __init__(self, kernels, times):
+        self.products = list(times)
+        choices = {product: [choice for choice in kernels.scaled_mm_choices(*product) if choice[0] >= 0] for product in times}
+        self.kernels = sorted({kernel for of_product in choices.values() for kernel, _ in of_product})
         shape = len(self.products), len(self.kernels)
         self.us, self.terms = np.full(shape, np.inf), np.ones((3, *shape))
-        self.fastest = np.array([min(times[product].values()) for product in self.products])
-        for row, (_, fast_accum, m, n, k) in enumerate(self.products):
-            by_name = times[self.products[row]]
-            for column, kernel in enumerate(self.kernels):
-                *numbers, swizzle = terms(kernel, m, n, k)
-                name = kernel.full_name(swizzle)
-                if numbers[0] and kernel.serves(dtype, fast_accum, m) and name in by_name:
-                    self.us[row, column], self.terms[:, row, column] = by_name[name], numbers
+        self.fastest = np.array([min(by_name.values()) for by_name in times.values()])
+        for row, product in enumerate(self.products):
+            for choice in choices[product]:
+                terms = kernels.scaled_mm_terms(*product, choice, SMS)
+                us = times[product].get(kernels.describe_scaled_mm(choice))
+                if terms and us:
+                    column = self.kernels.index(choice[0])
+                    self.us[row, column], self.terms[:, row, column] = us, terms
+        self.least = np.array([(least_k_tile_us(kernels.describe_scaled_mm((kernel, 1))), 0.01, 0.3, 0.8)
+                               for kernel in self.kernels])
 
     def behind(self, costs, rows):
         """How many times as long as the fastest the model's choices take."""
         chosen = jnp.where(np.isfinite(self.us), predict(costs, *self.terms), np.inf).argmin(1)
         return (self.us[np.arange(len(self.us)), chosen] / self.fastest)[rows]
+
+
+def least_k_tile_us(kernel):
+    """What the multipliers need for a K tile at 1.9 GHz, 4096 products a clock; skinny kernels do with less."""
+    if "skinny" in kernel:
+        return 0.05
+    blocks = 2 if "2 per SM" in kernel else 1
+    return blocks * math.prod(map(int, re.findall(r"\d+", kernel)[1:4])) / (4096 * 1.9e3)
 
 
 def fit(measured, rows, steps=2000):
@@ -214,8 +151,7 @@ def fit(measured, rows, steps=2000):
     Loss: the mean logarithm of how far behind a soft choice is, and of how far off the times of nearly the fastest are.
     """
     soft, weight_power, outlier = 0.02, 6, 0.1
-    least = np.array([(math.prod(kernel.tile) * kernel.blocks_per_sm / (4096 * 1.9e3) if kernel.schedule != "skinny" else 0.05,
-                       0.01, 0.3, 0.8) for kernel in measured.kernels])
+    least = measured.least
     most = np.array((5.0, 9.0, 9.0, 4.0))
     us = measured.us[rows]
     known = np.isfinite(us)
@@ -250,45 +186,51 @@ def fit(measured, rows, steps=2000):
 
 
 def read_times(files):
-    """Microseconds of each kernel by dtype, fast_accum, M, N and K."""
+    """Microseconds of each kernel by product."""
     times = defaultdict(dict)
     for file in files:
         with gzip.open(file, "rt", newline="") as lines:
             for row in csv.DictReader(lines):
-                key = row["dtype"], row["fast_accum"] == "1", *(int(row[name]) for name in "mnk")
-                times[key][row["kernel"]] = float(row["us"])
+                m, n, k = (int(row[name]) for name in "mnk")
+                product = Product(m, n, k, 1, row["dtype"], "bfloat16", row["fast_accum"] == "1")
+                times[product][row["kernel"]] = float(row["us"])
     return times
 
 
 def fit_all(files):
+    kernels, missing = _ffi._load()
+    if missing:
+        raise SystemExit(missing)
     times = read_times(files)
-    kernels = list(read_kernels())
     found = {}
     for dtype in dict.fromkeys(dtype for dtype, _ in KINDS):
-        measured = Measured(dtype, kernels, times)
+        measured = Measured(kernels, {product: of_it for product, of_it in times.items() if product.dtype == dtype})
         rows = np.arange(len(measured.products))
-        weights = sorted({product[3:] for product in measured.products})
+        weights = sorted({(product.n, product.k) for product in measured.products})
+        part = np.array([weights.index((product.n, product.k)) % 6 for product in measured.products])
         left_out = np.empty(len(rows))
-        for part in range(6):  # of the weights
-            out = np.array([weights.index(product[3:]) % 6 == part for product in measured.products])
+        for out in (part == i for i in range(6)):
             left_out[out] = measured.behind(fit(measured, rows[~out]), rows[out])
         costs = fit(measured, rows)
         behind = measured.behind(costs, rows)
         for kind in (kind for kind in KINDS if kind[0] == dtype):
-            of_kind = np.array([product[:2] == kind for product in measured.products])
+            of_kind = np.array([(product.dtype, product.fast_accum) == kind for product in measured.products])
             mean, most, mean_out, most_out = (
                 of(ratios[of_kind]) for ratios in (behind, left_out) for of in (geometric_mean, max))
             print(*kind, f"{of_kind.sum()} products: {mean:.3f} times the fastest's time, at most {most:.2f}; "
                   f"{mean_out:.3f} where a fit leaves their weights out, at most {most_out:.2f}")
-        found |= {kernel.given: cost for kernel, cost in zip(measured.kernels, costs)}
+        found |= zip(measured.kernels, costs)
     TABLE.write_text(replace_costs(TABLE.read_text(), found))
 
 
 def replace_costs(text, costs):
-    """With those of results of 4 bytes, which have the same as those of 2."""
+    """Of kernels by their number. Those with results of 4 bytes get the costs of their twins with 2."""
+    lines = [given for _, _, given in LINE.findall(text)]
+    by_line = {lines[kernel]: cost for kernel, cost in costs.items()}
+
     def replaced(found):
         what, _, given = found.groups()
-        cost = costs.get(re.sub(r"(k\w+, )4, ", r"\g<1>2, ", given, count=1))
+        cost = by_line.get(re.sub(r"(k\w+, )4, ", r"\g<1>2, ", given, count=1))
         return found[0] if cost is None else "{}(COST({:.3f}, {:.2f}, {:.2f}, {:.2f}), {})".format(what, *cost, given)
 
     return LINE.sub(replaced, text)

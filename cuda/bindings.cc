@@ -3,9 +3,11 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
+#include <tuple>
 
 #include "ffi/handlers.h"
 #include "ffi/queue.h"
@@ -86,6 +88,15 @@ NB_MODULE(_kernels, m) {
         return pairs;
       },
       "The kernels that can serve a product.");
+  m.def(
+      "scaled_mm_terms",
+      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum, Pair chosen,
+         int sm_count) -> std::optional<std::tuple<double, double, double>> {
+        auto const terms = scaled_mm_terms(shape(m, n, k, batch, in, out, fast_accum), choice(chosen), sm_count);
+        if (!terms) return std::nullopt;
+        return std::tuple(terms->waves, terms->k_tiles, terms->copy_us);
+      },
+      "What the cost model takes a kernel's time from: waves, K tiles of each, microseconds of a copy; None: never chosen.");
   m.def(
       "tune_scaled_mm",
       [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum,

@@ -106,10 +106,8 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
   return fits && !i.swap && p.m >= 4096 && p.n >= 8192 ? kSquare : 1;
 }
 
-// Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip. Infinity is what
-// is not to be chosen.
-double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
-  // Of one-tile kernels with several rows of tiles: with more, 8 of 1528 products were the fastest, by 5 % at most.
+std::optional<ScaledMmTerms> terms_of(Instance const& i, ScaledMm const& problem, int sm_count) {
+  // Of one-tile kernels with several rows of tiles: with more, 5 of 2003 products were the fastest, by 8 % at most.
   int constexpr kMostWaves = 3;
   bool const persistent = i.schedule == Schedule::kPingpong || i.schedule == Schedule::kCooperative;
   ScaledMm const p = persistent ? sm90::overlap_tiles(problem, i.rows_of_a()) : problem;
@@ -119,13 +117,16 @@ double predict(Instance const& i, ScaledMm const& problem, int sm_count) {
   int const sms = cluster == 6 ? sm_count * 7 / 9 : cluster > 2 ? sm_count * 10 / 11 : sm_count;
   double const waves = ceil_div(count_clusters(i, p), std::max(1, sms * i.blocks_per_sm / cluster));
   bool const several_rows = p.m > i.rows_of_a();
-  if (i.schedule == Schedule::kOneTile && several_rows && waves > kMostWaves) return std::numeric_limits<double>::infinity();
-  double const computing = waves * (ceil_div(p.k, i.tile_k * i.split) * i.cost.k_tile + i.cost.tile);
+  if (i.schedule == Schedule::kOneTile && several_rows && waves > kMostWaves) return std::nullopt;
   double const bytes = double(problem.batch) * (double(problem.m) * p.k + double(p.n) * p.k +
                                                 double(problem.m) * p.n * bytes_of(p.out_dtype));
-  double const reading = bytes / 4.3e6 * i.cost.reading;  // at 4.3 TB/s, what a copy reaches
+  return ScaledMmTerms{waves, double(ceil_div(p.k, i.tile_k * i.split)), bytes / 4.3e6};  // a copy reaches 4.3 TB/s
+}
+
+// Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
+double predict(Cost const& cost, ScaledMmTerms const& t) {
   auto const cube = [](double x) { return x * x * x; };
-  return i.cost.launch + std::cbrt(cube(computing) + cube(reading));
+  return cost.launch + std::cbrt(cube(t.waves * (t.k_tiles * cost.k_tile + cost.tile)) + cube(t.copy_us * cost.reading));
 }
 
 // Measured choices: for operands and output of some kind and one N and K, by M.
@@ -167,13 +168,22 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   if (!tma_aligned(p)) return best;
   double best_time = std::numeric_limits<double>::infinity();
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
-    if (!serves(kInstances[i], p)) continue;
-    if (double const time = predict(kInstances[i], p, sm_count); time < best_time) {
-      best = {i, swizzle_for(kInstances[i], p)};
+    Instance const& instance = kInstances[i];
+    if (!serves(instance, p)) continue;
+    auto const terms = terms_of(instance, p, sm_count);
+    if (!terms) continue;
+    if (double const time = predict(instance.cost, *terms); time < best_time) {
+      best = {i, swizzle_for(instance, p)};
       best_time = time;
     }
   }
   return best;
+}
+
+std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& p, ScaledMmChoice choice, int sm_count) {
+  if (choice.instance < 0) return std::nullopt;
+  Instance const& instance = kInstances[choice.instance];
+  return choice.swizzle == swizzle_for(instance, p) ? terms_of(instance, p, sm_count) : std::nullopt;
 }
 
 void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice) {

@@ -54,6 +54,13 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& problem, int sm_count);
 std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& problem);
 std::string describe_scaled_mm(ScaledMmChoice choice);
 
+// What the cost model takes a choice's time from: how many times each SM has tiles, the K tiles of one, and the microseconds
+// in which a copy reads and writes as many bytes. None where it never chooses this.
+struct ScaledMmTerms {
+  double waves, k_tiles, copy_us;
+};
+std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& problem, ScaledMmChoice choice, int sm_count);
+
 // Makes `select_scaled_mm` answer `choice` for problems of these dtypes, this N, K and batch, and an M of more than three
 // quarters of this one's up to it, unless a smaller M is tuned or their addresses are not aligned as the kernel needs. Throws
 // std::invalid_argument where the kernel can't serve them at all.

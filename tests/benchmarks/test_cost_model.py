@@ -18,27 +18,27 @@ def test_draws_different_products_alike_every_time(cost_model):
 
 
 def test_model_chooses_what_the_extension_does(cost_model, extension):
-    table = list(cost_model.read_kernels())
+    costs = [tuple(map(float, cost.split(", "))) for _, cost, _ in cost_model.LINE.findall(cost_model.TABLE.read_text())]
     for product in cost_model.products(400, seed=1):
-        m, n, k, _, dtype, _, fast_accum = product
-        serving = [kernel for kernel in table if kernel.serves(dtype, fast_accum, m)]
-        waves, k_tiles, copy, swizzles = np.array([cost_model.terms(kernel, m, n, k) for kernel in serving]).T
-        times = cost_model.predict(np.array([kernel.cost for kernel in serving]), waves, k_tiles, copy)
-        best = np.where(waves > 0, times, np.inf).argmin()
-        chosen = extension.select_scaled_mm(*product, cost_model.SMS)
-        assert extension.describe_scaled_mm(chosen) == serving[best].full_name(int(swizzles[best])), product
+        terms = {choice: extension.scaled_mm_terms(*product, choice, cost_model.SMS)
+                 for choice in extension.scaled_mm_choices(*product)}
+        times = {(kernel, swizzle): float(cost_model.predict(np.array(costs[kernel]), *of_choice))
+                 for (kernel, swizzle), of_choice in terms.items() if of_choice}
+        assert extension.select_scaled_mm(*product, cost_model.SMS) == min(times, key=times.get), product
 
 
-def test_finds_costs_that_choose_the_fastest(cost_model):
-    table = [kernel for kernel in cost_model.read_kernels() if kernel.kind == ("int8", False) and kernel.schedule != "skinny"]
-    # Not what tiles suggest: each second kernel multiplies half as fast, each third ends a tile late.
-    costs = np.array([(np.prod(kernel.tile) / 7e6 * (1 + i % 2), 1 + i % 3, 1, 1) for i, kernel in enumerate(table)])
+def test_finds_costs_that_choose_the_fastest(cost_model, extension):
+    products = [cost_model.Product(*product[:4], "int8", "bfloat16", False) for product in cost_model.products(150, seed=0)]
     times = {}
-    for m, n, k, *_ in cost_model.products(150, seed=0):
-        waves, k_tiles, copy, swizzles = np.array([cost_model.terms(kernel, m, n, k) for kernel in table]).T
-        us = cost_model.predict(costs, waves, k_tiles, copy)
-        times["int8", False, m, n, k] = {kernel.full_name(int(swizzles[i])): us[i] for i, kernel in enumerate(table) if waves[i]}
-    measured = cost_model.Measured("int8", table, times)
+    for product in products:
+        of_product = times[product] = {}
+        for kernel, swizzle in extension.scaled_mm_choices(*product):
+            if terms := extension.scaled_mm_terms(*product, (kernel, swizzle), cost_model.SMS):
+                name = extension.describe_scaled_mm((kernel, swizzle))
+                # Not what tiles suggest: each second kernel multiplies half as fast, each third ends a tile late.
+                costs = np.array([2 * cost_model.least_k_tile_us(name) * (1 + kernel % 2), 1 + kernel % 3, 1, 1])
+                of_product[name] = float(cost_model.predict(costs, *terms))
+    measured = cost_model.Measured(extension, times)
     rows = np.arange(len(measured.products))
     start, end = (measured.behind(cost_model.fit(measured, rows, steps), rows).mean() - 1 for steps in (1, 500))
     assert end < 0.01 and end < start / 10
@@ -64,6 +64,5 @@ def test_results_of_4_bytes_get_the_costs_of_2(cost_model):
         "ONE_TILE(COST(1, 1, 1, 1), kS8, 2, 64, 32, 256, 4, 1, 1, 1, true)",
         "ONE_TILE(COST(1, 1, 1, 1), kS8, 4, 64, 32, 256, 4, 1, 1, 1, true)",
         "ONE_TILE(COST(1, 1, 1, 1), kF8E4M3, 4, 64, 32, 256, 4, 1, 1, 1, true)"))
-    costs = {"kS8, 2, 64, 32, 256, 4, 1, 1, 1, true": (0.5, 2, 3, 4)}
-    lines = cost_model.replace_costs(table, costs).splitlines()
+    lines = cost_model.replace_costs(table, {0: (0.5, 2, 3, 4)}).splitlines()
     assert [line.count("COST(0.500, 2.00, 3.00, 4.00)") for line in lines] == [0, 1, 1, 0]
