@@ -16,7 +16,7 @@ enum class Schedule { kPingpong, kCooperative, kSkinny, kOneTile };
 // it again.
 inline ScaledMm overlap_tiles(ScaledMm p, int rows_of_cluster) {
   int constexpr kMostTiles = 4, kFewRows = 16, kBytesInL2 = 32 << 20;
-  int const tiles = (p.m + rows_of_cluster - 1) / rows_of_cluster;
+  int const tiles = (p.m - 1) / rows_of_cluster + 1;
   if (p.batch > 1 || tiles < 2 || tiles > kMostTiles || tiles * rows_of_cluster - p.m < kFewRows) return p;
   if (int64_t(p.n) * p.k > kBytesInL2) return p;
   int const step = (p.m - rows_of_cluster + tiles - 2) / (tiles - 1);
