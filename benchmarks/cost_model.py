@@ -3,8 +3,8 @@
     python benchmarks/cost_model.py measure kernels.csv.gz --products 500   # on a Hopper GPU: 6 minutes
     python benchmarks/cost_model.py fit kernels.csv.gz                      # on any machine: writes instances_sm90.def
 
-It needs optax and the extension, built from that file as it is, and once more for the costs to serve. Several files are
-fitted as one.
+It needs optax, and the extension built from that file as it is; built again, that serves with the new costs. Several files
+are fitted as one.
 What is fitted is `predict` of cuda/scaled_mm/scaled_mm.cc, written again here for gradients. The fit minimizes how far what
 the model chooses is behind the fastest, and how far its times of the fast kernels are off.
 """
@@ -49,7 +49,7 @@ WEIGHTS = (
 )
 MOST_US = 2500  # of a product's operations at the peak
 LARGE_PART = 0.2  # of the products
-LARGE_FINALISTS = 5  # of the kernels for a large product, which are measured at the clock that their power leaves
+LARGE_FINALISTS = 5  # of the kernels for a large product, which are measured alone
 # Products of fp8 that are summed in float32 throughout have two kernels more than the skinny one.
 KINDS = {("int8", False): 0.45, ("float8_e4m3fn", True): 0.45, ("float8_e4m3fn", False): 0.1}
 
@@ -61,8 +61,8 @@ def products(count, seed):
     wanted[False] = count - wanted[True]
     drawn = {}
     while len(drawn) < count:
-        m = draw.uniform(0, math.log2(16384))
-        m = draw.choice((round(2 ** m), max(32, round(2 ** m) // 32 * 32), 2 ** round(m)))
+        m = round(2 ** draw.uniform(0, math.log2(16384)))
+        m = draw.choice((m, m // 32 * 32 or m, 2 ** round(math.log2(m))))
         [(dtype, fast_accum)] = draw.choices(list(KINDS), KINDS.values())
         product = Product(m, *draw.choice(WEIGHTS), 1, dtype, "bfloat16", fast_accum)
         large = tune.is_large(product)
@@ -92,7 +92,7 @@ def measure_all(file, count, seed):
 
 
 def measure_one(kernels, product, choices):
-    """Microseconds by choice; of a large product all at the clock that the fastest ones' power leaves."""
+    """Microseconds by choice; of a large product, whose kernels lend each other their clocks, as if measured alone."""
     times = tune.first_us(kernels, product, choices)
     if not tune.is_large(product):
         return times
@@ -197,10 +197,23 @@ def read_times(files):
     return times
 
 
+def same_table(kernels):
+    """Whether the extension numbers its kernels as the lines are."""
+    for number, (_, _, line) in enumerate(LINE.findall(TABLE.read_text())):
+        tile = re.search(r" [24], (\d+), (\d+), (\d+), (\d+), (\d+),", line)
+        words = "{}x{}x{} cluster {}x{} ".format(*tile.groups()) if tile else "skinny"
+        try:
+            if words not in kernels.describe_scaled_mm((number, 1)):
+                return False
+        except ValueError:  # it has fewer
+            return False
+    return True
+
+
 def fit_all(files):
     kernels, missing = _ffi._load()
-    if missing:
-        raise SystemExit(missing)
+    if missing or not same_table(kernels):
+        raise SystemExit(missing or f"the extension was built from another {TABLE.name}: build it again")
     times = read_times(files)
     found = {}
     for dtype in dict.fromkeys(dtype for dtype, _ in KINDS):

@@ -96,7 +96,7 @@ NB_MODULE(_kernels, m) {
         if (!terms) return std::nullopt;
         return std::tuple(terms->waves, terms->k_tiles, terms->copy_us);
       },
-      "What the cost model takes a kernel's time from: waves, K tiles of each, microseconds of a copy; None: never chosen.");
+      "What the cost model takes a kernel's time from: waves, K tiles, microseconds of a copy. None where it never chooses it.");
   m.def(
       "tune_scaled_mm",
       [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum,

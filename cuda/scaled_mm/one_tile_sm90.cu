@@ -242,7 +242,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     warpgroup_fence_operand(acc);
   }
 
-  // No more data arrive here, and this block's stages are multiplied; where parts of K are added up, so are its cluster's.
+  // No more data arrive here, and no thread reads this block's stages any more. Other blocks write into them where they add
+  // up parts of K, so that the whole cluster must be done.
   if constexpr (kSplit == 1 && T::kSenders > 1) cluster_arrive();
   sync_blocks<(kSplit > 1)>();
   auto const give = [&](int m, int n, auto value) {
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   }
   sync_blocks<(kSplit > 1)>();
   if (!multiplies) {
-    // Other blocks of the cluster may still tell this one that they have multiplied a stage.
+    // Other blocks of the cluster may still tell this one, which must not have ended, that they have multiplied a stage.
     if constexpr (kSplit == 1 && T::kSenders > 1) cluster_wait();
     return;
   }

@@ -106,7 +106,9 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
   return fits && !i.swap && p.m >= 4096 && p.n >= 8192 ? kSquare : 1;
 }
 
+// None where this is not to be chosen.
 std::optional<ScaledMmTerms> terms_of(Instance const& i, ScaledMm const& problem, int sm_count) {
+  if (!serves(i, problem)) return std::nullopt;
   // Of one-tile kernels with several rows of tiles: with more, 5 of 2003 products were the fastest, by 8 % at most.
   int constexpr kMostWaves = 3;
   bool const persistent = i.schedule == Schedule::kPingpong || i.schedule == Schedule::kCooperative;
@@ -168,12 +170,10 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
   if (!tma_aligned(p)) return best;
   double best_time = std::numeric_limits<double>::infinity();
   for (int i = 0; i < int(std::size(kInstances)); ++i) {
-    Instance const& instance = kInstances[i];
-    if (!serves(instance, p)) continue;
-    auto const terms = terms_of(instance, p, sm_count);
+    auto const terms = terms_of(kInstances[i], p, sm_count);
     if (!terms) continue;
-    if (double const time = predict(instance.cost, *terms); time < best_time) {
-      best = {i, swizzle_for(instance, p)};
+    if (double const time = predict(kInstances[i].cost, *terms); time < best_time) {
+      best = {i, swizzle_for(kInstances[i], p)};
       best_time = time;
     }
   }
@@ -181,7 +181,7 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, int sm_count) {
 }
 
 std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& p, ScaledMmChoice choice, int sm_count) {
-  if (choice.instance < 0) return std::nullopt;
+  if (choice.instance < 0 || choice.instance >= int(std::size(kInstances)) || !tma_aligned(p)) return std::nullopt;
   Instance const& instance = kInstances[choice.instance];
   return choice.swizzle == swizzle_for(instance, p) ? terms_of(instance, p, sm_count) : std::nullopt;
 }

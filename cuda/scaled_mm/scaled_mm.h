@@ -54,11 +54,14 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& problem, int sm_count);
 std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& problem);
 std::string describe_scaled_mm(ScaledMmChoice choice);
 
-// What the cost model takes a choice's time from: how many times each SM has tiles, the K tiles of one, and the microseconds
-// in which a copy reads and writes as many bytes. None where it never chooses this.
+// What the cost model takes a kernel's time from.
 struct ScaledMmTerms {
-  double waves, k_tiles, copy_us;
+  double waves;    // rounds of tiles until all SMs are done
+  double k_tiles;  // of each
+  double copy_us;  // in which a copy reads and writes as many bytes as the operands and the result have
 };
+
+// None where `select_scaled_mm` never chooses this kernel or swizzle.
 std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& problem, ScaledMmChoice choice, int sm_count);
 
 // Makes `select_scaled_mm` answer `choice` for problems of these dtypes, this N, K and batch, and an M of more than three
