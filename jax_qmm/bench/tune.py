@@ -32,9 +32,8 @@ def first_us(kernels, product: Product, choices: Sequence[tuple[int, int]]) -> d
 def alone_us(kernels, product: Product, choice: tuple[int, int]) -> float:
     """Microseconds of a choice, measured many times without others.
 
-    A large product runs at the clock that its kernel's power leaves, so that kernels taking turns would lend each
-    other theirs. Not for longer, until the clock has settled: what is the fastest then takes up to 10 % longer where
-    large products come in bursts.
+    Large products lower the clock by the power they draw, so that kernels taking turns would lend each other theirs.
+    No longer than others, though: what is the fastest at a clock that has settled is slower in bursts, as of `bench`.
     """
     return measure.kernel_us(kernels, product, [choice], ROUNDS)[0]
 

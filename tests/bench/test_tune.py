@@ -39,7 +39,7 @@ def test_every_kernel_is_measured_and_the_best_ones_again(kernels):
     assert [choices for _, choices, _ in again] == [[(2, 1)], [(-1, 1)], [(0, 1)], [(1, 1)]]
 
 
-def test_large_products_take_turns_three_times(kernels):
+def test_large_products_take_turns_three_times_and_run_alone_like_others(kernels):
     command_line.main(["tune", "--shapes", "8192,8192", "--m", "4096", "--dtype", "int8"])
     assert [call[2] for call in kernels.measured] == [3, 9, 9, 9, 9]
 
