@@ -202,7 +202,7 @@ def test_aligned_products_get_a_kernel_made_for_hopper(extension, dtype, out_dty
 @pytest.mark.parametrize(("m", "n", "k", "kind"), [
     (16, 128, 16384, "split-K"),      # few tiles: only parts of K make enough blocks
     (64, 128256, 4096, "one tile"),   # many waves, but of tiles that have all of M
-    (8192, 8192, 28672, "swizzle"),   # many waves of several rows of tiles: a persistent kernel
+    (8192, 8192, 28672, "pingpong"),  # many waves of several rows of tiles
 ])
 @pytest.mark.parametrize(("dtype", "fast_accum"), [("int8", False), ("float8_e4m3fn", True)])
 def test_the_cost_model_chooses_by_how_tiles_fill_the_gpu(extension, dtype, fast_accum, m, n, k, kind):
