@@ -107,27 +107,31 @@ def predict(costs, waves, k_tiles, copy):
     return launch + jnp.cbrt((waves * (k_tiles * k_tile + tile)) ** 3 + (copy * reading) ** 3)
 
 
+def terms_of(kernels, product):
+    """What the model takes a time from, of each choice (kernel, swizzle) that it may make."""
+    return {choice: terms for choice in kernels.scaled_mm_choices(*product)
+            if (terms := kernels.scaled_mm_terms(*product, choice, SMS))}
+
+
 class Measured:
     """Times of products by product and kernel, with the fastest of any, and what the model takes them from.
 
-    Kernels are the extension's and numbered as there; infinite is a time that was not measured, or of a kernel that the model
-    does not choose.
+    Kernels are the extension's and numbered as there, those that the model chooses among; infinite is a time that was not
+    measured, or of a kernel that it may not choose for the product.
     """
 
     def __init__(self, kernels, times):
         self.products = list(times)
-        choices = {product: [choice for choice in kernels.scaled_mm_choices(*product) if choice[0] >= 0] for product in times}
-        self.kernels = sorted({kernel for of_product in choices.values() for kernel, _ in of_product})
+        terms = [terms_of(kernels, product) for product in times]
+        self.kernels = sorted({kernel for of_product in terms for kernel, _ in of_product})
         shape = len(self.products), len(self.kernels)
         self.us, self.terms = np.full(shape, np.inf), np.ones((3, *shape))
         self.fastest = np.array([min(by_name.values()) for by_name in times.values()])
-        for row, product in enumerate(self.products):
-            for choice in choices[product]:
-                terms = kernels.scaled_mm_terms(*product, choice, SMS)
-                us = times[product].get(kernels.describe_scaled_mm(choice))
-                if terms and us:
+        for row, product in enumerate(times):
+            for choice, of_choice in terms[row].items():
+                if us := times[product].get(kernels.describe_scaled_mm(choice)):
                     column = self.kernels.index(choice[0])
-                    self.us[row, column], self.terms[:, row, column] = us, terms
+                    self.us[row, column], self.terms[:, row, column] = us, of_choice
         self.least = np.array([(least_k_tile_us(kernels.describe_scaled_mm((kernel, 1))), 0.01, 0.3, 0.8)
                                for kernel in self.kernels])
 
@@ -151,8 +155,7 @@ def fit(measured, rows, steps=2000):
     Loss: the mean logarithm of how far behind a soft choice is, and of how far off the times of nearly the fastest are.
     """
     soft, weight_power, outlier = 0.02, 6, 0.1
-    least = measured.least
-    most = np.array((5.0, 9.0, 9.0, 4.0))
+    least, most = measured.least, np.array((5.0, 9.0, 9.0, 4.0))
     us = measured.us[rows]
     known = np.isfinite(us)
     us = np.where(known, us, 1.0)

@@ -45,8 +45,7 @@ def test_model_chooses_what_the_extension_does(cost_model, extension):
     costs = [tuple(map(float, cost.split(", "))) for _, cost, _ in cost_model.LINE.findall(cost_model.TABLE.read_text())]
     for product in cost_model.products(400, seed=1):
         times = {choice: float(cost_model.predict(np.array(costs[choice[0]]), *terms))
-                 for choice in extension.scaled_mm_choices(*product)
-                 if (terms := extension.scaled_mm_terms(*product, choice, cost_model.SMS))}
+                 for choice, terms in cost_model.terms_of(extension, product).items()}
         assert extension.select_scaled_mm(*product, cost_model.SMS) == min(times, key=times.get), product
 
 
@@ -64,12 +63,11 @@ def test_finds_costs_that_choose_the_fastest(cost_model, extension):
     times = {}
     for product in products:
         of_product = times[product] = {}
-        for kernel, swizzle in extension.scaled_mm_choices(*product):
-            if terms := extension.scaled_mm_terms(*product, (kernel, swizzle), cost_model.SMS):
-                name = extension.describe_scaled_mm((kernel, swizzle))
-                # Not what tiles suggest: each second kernel multiplies half as fast, each third ends a tile late.
-                costs = np.array([2 * cost_model.least_k_tile_us(name) * (1 + kernel % 2), 1 + kernel % 3, 1, 1])
-                of_product[name] = float(cost_model.predict(costs, *terms))
+        for (kernel, swizzle), terms in cost_model.terms_of(extension, product).items():
+            name = extension.describe_scaled_mm((kernel, swizzle))
+            # Not what tiles suggest: each second kernel multiplies half as fast, each third ends a tile late.
+            costs = np.array([2 * cost_model.least_k_tile_us(name) * (1 + kernel % 2), 1 + kernel % 3, 1, 1])
+            of_product[name] = float(cost_model.predict(costs, *terms))
     unchosen = {products[0]: times[products[0]] | {"a kernel that the model never chooses": 0.5}}
     assert cost_model.Measured(extension, unchosen).fastest == [0.5]
     measured = cost_model.Measured(extension, times)
