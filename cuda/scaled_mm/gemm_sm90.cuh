@@ -38,12 +38,10 @@ struct GemmTypes {
   using EpilogueSchedule = cute::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
                                                cutlass::epilogue::TmaWarpSpecializedCooperative>;
 
-  using EpilogueTile = cute::conditional_t<TileN % 32 == 0, cutlass::epilogue::collective::EpilogueTileAuto,
-                                           Shape<_64, _16>>;
   using Fusion = Epilogue<In, Bits, Swap, kPingpong, Tile>;
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      EpilogueTile, Accumulator, float, void, LayoutD, 16 / OutBytes, Bits, LayoutD,
+      cutlass::epilogue::collective::EpilogueTileAuto, Accumulator, float, void, LayoutD, 16 / OutBytes, Bits, LayoutD,
       16 / OutBytes, EpilogueSchedule, Fusion>::CollectiveOp;
   using CollectiveMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, 16, Element,

@@ -28,12 +28,12 @@ def test_terms_of_kernels_that_the_model_may_choose(extension):
                 for choice in extension.scaled_mm_choices(*product)}[kernel]
 
     # 4 x 32 tiles on 132 SMs; int8 and bfloat16 at 4.3 TB/s.
-    assert terms("sm90 128x128x128 cluster 1x2 pingpong swizzle 1", 512) == pytest.approx(
+    assert terms("sm90 128x128x128 cluster 1x1 pingpong swizzle 1", 512) == pytest.approx(
         (1, 32, (512 * 4096 + 4096 * 4096 + 2 * 512 * 4096) / 4.3e6))
-    assert terms("sm90 128x128x128 cluster 1x2 pingpong swizzle 1", 8192)[0] == 16  # 64 x 32 tiles
+    assert terms("sm90 128x128x128 cluster 1x1 pingpong swizzle 1", 8192)[0] == 16  # 64 x 32 tiles
     assert terms("sm90 64x64x128 cluster 1x1 one tile swapped split-K 6", 64, k=16384)[:2] == (4, 22)  # on 102 SMs
     # Squares of tiles where there are few, generic kernels, and many waves of one-tile kernels.
-    assert terms("sm90 128x128x128 cluster 1x2 pingpong swizzle 8", 512) is None
+    assert terms("sm90 128x128x128 cluster 1x1 pingpong swizzle 8", 512) is None
     assert terms("generic 64x64x64 mma.sync", 512) is None
     assert terms("sm90 64x64x256 cluster 1x1 one tile", 8192) is None
     for kernel in (-1, 16, 10**7):  # generic, of fp8, no kernel
