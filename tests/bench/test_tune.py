@@ -7,6 +7,7 @@ import pytest
 
 from jax_qmm import __main__ as command_line
 from jax_qmm import _ffi, tuning
+from jax_qmm.bench import tune
 
 ARGUMENTS = ["tune", "--shapes", "64,32", "--m", "1,8", "--dtype", "int8"]
 
@@ -35,18 +36,28 @@ def test_every_kernel_is_measured_and_the_best_ones_again(kernels):
     assert product == (1, 64, 32, "int8", "bfloat16", False)
     assert everything == [(-1, 1), (0, 1), (1, 1), (2, 1)] and once == 1
     assert all(repeated == product and rounds > once for repeated, _, rounds in again)
-    # Each alone: the default, then the best.
-    assert [choices for _, choices, _ in again] == [[(2, 1)], [(-1, 1)], [(0, 1)], [(1, 1)]]
+    # Each alone, and three times, in other orders.
+    orders = [tuple(choice for _, [choice], _ in again[i:i + 4]) for i in range(0, 12, 4)]
+    assert len(again) == 12 and len(set(orders)) == 3
+    assert [sorted(order) for order in orders] == [everything] * 3
 
 
 def test_large_products_take_turns_three_times_and_run_alone_like_others(kernels):
     command_line.main(["tune", "--shapes", "8192,8192", "--m", "4096", "--dtype", "int8"])
-    assert [call[2] for call in kernels.measured] == [3, 9, 9, 9, 9]
+    assert [call[2] for call in kernels.measured] == [3] + 12 * [9]
 
 
 def test_reading_much_does_not_lower_the_clock(kernels):
     command_line.main(["tune", "--shapes", "57344,8192", "--m", "16", "--dtype", "int8"])
-    assert [call[2] for call in kernels.measured] == [1, 9, 9, 9, 9]
+    assert [call[2] for call in kernels.measured] == [1] + 12 * [9]
+
+
+def test_one_turn_of_another_clock_does_not_count(kernels, monkeypatch):
+    us = {(-1, 1): [9.0, 13.0, 13.0], (0, 1): [30.0, 11.0, 11.0], (1, 1): [12.0] * 3, (2, 1): [12.5] * 3}
+    us = {choice: 2 * of for choice, of in us.items()}  # for two products
+    monkeypatch.setattr(tune, "alone_us", lambda _, product, choice: us[choice].pop(0) * product.m)
+    command_line.main(ARGUMENTS)
+    assert stored(tuning.default_path()) == [(1, "sm90 narrow swizzle 1", 11.0), (8, "sm90 narrow swizzle 1", 88.0)]
 
 
 def test_the_default_stays_where_the_gain_is_noise(kernels, capsys):
@@ -93,7 +104,7 @@ def test_dtypes(kernels):
 
 
 def test_an_interrupt_keeps_what_is_measured(kernels, capsys):
-    kernels.interrupt_after = 7  # in the second product
+    kernels.interrupt_after = 15  # in the second product
     assert command_line.main(ARGUMENTS) == 130
     assert stored(tuning.default_path()) == [(1, "generic", 10.0)]
     captured = capsys.readouterr()
