@@ -78,35 +78,38 @@ __device__ inline float combine(float acc, float scale_a, float scale_b, float b
 struct OutputArg {
   DType dtype;
 
-  template <class Bits, class Out, int N, class Values, class Sums>
+  // `Out` holds the bits of N results.
+  template <class Out, int N, class Values, class Sums>
   __device__ Out round(Values const& values, Sums const& sums) const {
-    Out out;
-    if constexpr (sizeof(Bits) == 2) {
-      if (dtype == DType::kBF16) {
+    uint32_t words[(sizeof(Out) + 3) / 4];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = __bfloat16_as_ushort(__float2bfloat16_rn(values[i]));
-      } else {
-#pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = __half_as_ushort(__float2half_rn(values[i]));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        out[i] = dtype == DType::kS32 ? static_cast<Bits>(sums[i]) : __float_as_uint(values[i]);
+    for (int i = 0; i < N; ++i) {
+      if constexpr (sizeof(Out) == 4 * N) {
+        words[i] = dtype == DType::kS32 ? static_cast<uint32_t>(sums[i]) : __float_as_uint(values[i]);
+      } else if (i % 2 == 0) {
+        words[i / 2] = round_two(values[i], i + 1 < N ? values[i + 1] : 0.0f);
       }
     }
+    Out out;
+    memcpy(&out, words, sizeof(Out));
     return out;
   }
 
   template <class Bits, class Sum>
   __device__ Bits round_one(float value, Sum sum) const {
-    struct One {
-      Bits bits;
-      __device__ Bits& operator[](int) { return bits; }
-    };
-    float const values[1] = {value};
-    Sum const sums[1] = {sum};
-    return round<Bits, One, 1>(values, sums).bits;
+    return round<Bits, 1>(&value, &sum);
+  }
+
+ private:
+  // To the lower and the upper 16 bits: one instruction for both.
+  __device__ uint32_t round_two(float lower, float upper) const {
+    if (dtype == DType::kBF16) return bits(__floats2bfloat162_rn(lower, upper));
+    return bits(__floats2half2_rn(lower, upper));
+  }
+
+  template <class Two>
+  __device__ static uint32_t bits(Two two) {
+    return reinterpret_cast<uint32_t const&>(two);
   }
 };
 

@@ -230,7 +230,7 @@ struct Epilogue {
       for (int i = 0; i < N; ++i) {
         values[i] = combine(subtract_zero_point(acc[i], zero[i], adj[i]), a[i], b[i], c[i]);
       }
-      return source.params.output.template round<Bits, cutlass::Array<Bits, N>, N>(values, acc);
+      return source.params.output.template round<cutlass::Array<Bits, N>, N>(values, acc);
     }
   };
 

@@ -60,7 +60,7 @@ struct Types {
     alignas(16) int32_t azp_adj[kN];
     float scale_a[kM];
     int32_t azp[kM];
-    uint64_t full[kMostStages], empty[kMostStages];
+    uint64_t full[kMostStages], empty[kMostStages], added;
   };
   // In place of the stages when all are multiplied; padded, so that the fragments' stores hit distinct banks.
   using Partial = Accumulator[Split * kShare][kN + (Swap ? 4 : 8)];
@@ -71,6 +71,7 @@ struct Types {
   static constexpr int kSharedMemory = kStages * kStage + kFixed;
   static_assert(kStages >= 2, "a stage is free again when the next one's products are under way");
   static_assert(sizeof(Partial) <= kStages * kStage);
+  static_assert((Split - 1) * kShare < kM, "each block adds up some rows");
   static_assert(TileX % ClusterY == 0 && TileY % ClusterX == 0, "each block of a cluster loads as much");
 
   template <int Rows>
@@ -88,13 +89,11 @@ __device__ void load(CUtensorMap const& boxes, int k, int row, int entry, uint8_
   }
 }
 
-template <bool OfCluster>
-__device__ void sync_blocks() {
-  if constexpr (OfCluster) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+// Without a release, which takes up to 1 us: what other blocks read of this one's memory are barriers, which have a fence of
+// their own.
+__device__ void sync_cluster() {
+  cluster_arrive_relaxed();
+  cluster_wait();
 }
 
 template <class T>
@@ -150,10 +149,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
         Full::init(&smem.full[s], 2);
         Empty::init(&smem.empty[s], T::kSenders * kMathWarps);
       }
+      if (kSplit > 1) Full::init(&smem.added, 1);
       cutlass::arch::fence_barrier_init();
     }
   }
-  sync_blocks<(T::kSenders > 1)>();
+  if constexpr (T::kSenders > 1) {
+    sync_cluster();
+  } else {
+    __syncthreads();
+  }
   // The next kernel may start, and wait for this one's results as this one does for those before it.
   cudaTriggerProgrammaticLaunchCompletion();
 
@@ -234,7 +238,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       for (int k = 0; k < size<2>(fragments_x); ++k) gemm(mma, fragments_x(_, _, k, stage), fragments_y(_, _, k, stage), acc);
       warpgroup_commit_batch();
       warpgroup_wait<1>();
-      if (before >= 0) release(before);
+      // Only what is loaded into again: after its last load, a block may have ended, which others must not tell anything.
+      if (before >= 0 && i - 1 + kStages < end) release(before);
       before = stage;
       if (++stage == kStages) stage = 0, phase ^= 1;
     }
@@ -244,12 +249,21 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
 
   // No more data arrive here, and no thread reads this block's stages any more. Other blocks write into them where they add
   // up parts of K, so that the whole cluster must be done.
-  if constexpr (kSplit == 1 && T::kSenders > 1) cluster_arrive();
-  sync_blocks<(kSplit > 1)>();
+  __syncthreads();
+  if constexpr (kSplit > 1) {
+    int const rows = min(kShare, T::kM - part * kShare);
+    if (threadIdx.x == 0) Full::arrive_and_expect_tx(&smem.added, kSplit * rows * kN * sizeof(Accumulator));
+    sync_cluster();
+  }
   auto const give = [&](int m, int n, auto value) {
-    auto* to = reinterpret_cast<decltype(value)*>(&partial[part * kShare + m % kShare][n]);
-    if constexpr (kSplit > 1) to = static_cast<decltype(value)*>(__cluster_map_shared_rank(to, rank(m / kShare, in_x, in_y)));
-    *to = value;
+    auto& to = partial[part * kShare + m % kShare][n];
+    if constexpr (kSplit > 1) {
+      static_assert(sizeof(value) == 4, "blocks that share K are swapped: what passes between them are single sums");
+      store_shared_remote(reinterpret_cast<uint32_t&>(value), cast_smem_ptr_to_uint(&to), cast_smem_ptr_to_uint(&smem.added),
+                          rank(m / kShare, in_x, in_y));
+    } else {
+      reinterpret_cast<decltype(value)&>(to) = value;
+    }
   };
   Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kX>, Int<kY>>{}));
   if (multiplies) {
@@ -264,12 +278,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       }
     }
   }
-  sync_blocks<(kSplit > 1)>();
-  if (!multiplies) {
-    // Other blocks of the cluster may still tell this one, which must not have ended, that they have multiplied a stage.
-    if constexpr (kSplit == 1 && T::kSenders > 1) cluster_wait();
-    return;
-  }
+  if constexpr (kSplit == 1) __syncthreads();
+  if (!multiplies) return;
+  if constexpr (kSplit > 1) Full::wait(&smem.added, 0);
 
   // Each thread has some columns, whose scales it keeps, of each of some rows. All are in the matrix or none: TMA takes only
   // rows of whole 16 bytes.
@@ -299,24 +310,21 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     for (int j = 0; j < kEach; ++j) {
       values[j] = combine(subtract_zero_point(sums[j], azp, azp_adj[j]), scale_a, scale_b[j], bias[j]);
     }
-    struct alignas(kEach * sizeof(Bits)) Out {  // CUTLASS' packs 16 bits
-      Bits of[kEach];
-      __device__ Bits& operator[](int i) { return of[i]; }
-    };
-    *reinterpret_cast<Out*>(out + int64_t(row) * p.n) = p.epilogue.output.template round<Bits, Out, kEach>(values, sums);
+    using Out = cutlass::AlignedArray<Bits, kEach>;
+    *reinterpret_cast<Out*>(out + int64_t(row) * p.n) = p.epilogue.output.template round<Out, kEach>(values, sums);
   }
 }
 
-// Has TMA load a matrix of p.k columns in boxes of so many rows and 128 columns.
-cudaError_t make_boxes(void const* data, int rows, int64_t batch_stride, int box_rows, ScaledMm const& p, CUtensorMap& boxes) {
+// Has TMA load a matrix of p.k columns in boxes of so many rows and 128 columns, and L2 at least so much of a row.
+cudaError_t make_boxes(void const* data, int rows, int64_t batch_stride, int box_rows, CUtensorMapL2promotion at_least,
+                       ScaledMm const& p, CUtensorMap& boxes) {
   bool const batched = batch_stride != 0;
   cuuint64_t const shape[] = {cuuint64_t(p.k), cuuint64_t(rows), batched ? cuuint64_t(p.batch) : 1};
   cuuint64_t const strides[] = {shape[0], batched ? cuuint64_t(batch_stride) : shape[0] * shape[1]};
   cuuint32_t const box[] = {kLine, cuuint32_t(box_rows), 1}, steps[] = {1, 1, 1};
   CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
       &boxes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(data), shape, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, at_least, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -340,8 +348,12 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
   int const tiles_m = tiles(p.m, T::kM, T::kClusterM), tiles_n = tiles(p.n, T::kN, T::kClusterN);
   int const tile_m = (p.m - 1) / tiles_m + 1;
   CUtensorMap boxes_a, boxes_b;
-  cudaError_t error = make_boxes(p.a, p.m, p.a_batch_stride, T::box_a(tile_m), p, boxes_a);
-  if (error == cudaSuccess) error = make_boxes(p.b, p.n, p.b_batch_stride, T::kBoxB, p, boxes_b);
+  // Where wide tiles alone read a part of b, L2 having two lines of a row for each that is asked for makes them 2 to 3 % faster
+  // (M of 128, N of 28672 and 57344). Others are up to 2 % slower so, or 6 % with both lines in a K tile.
+  auto const line = CU_TENSOR_MAP_L2_PROMOTION_L2_128B, lines = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+  bool const ahead = tiles_m == 1 && T::kBoxB >= 192;
+  cudaError_t error = make_boxes(p.a, p.m, p.a_batch_stride, T::box_a(tile_m), line, p, boxes_a);
+  if (error == cudaSuccess) error = make_boxes(p.b, p.n, p.b_batch_stride, T::kBoxB, ahead ? lines : line, p, boxes_b);
   if (error != cudaSuccess) return error;
 
   LaunchShape const shape{dim3((Swap ? tiles_n : tiles_m) * Split, Swap ? tiles_m : tiles_n, p.batch), T::kThreads,

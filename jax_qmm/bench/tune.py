@@ -32,9 +32,9 @@ def first_us(kernels, product: Product, choices: Sequence[tuple[int, int]]) -> d
 
 
 def alone_us(kernels, product: Product, choice: tuple[int, int]) -> float:
-    """Microseconds of a choice, measured many times without others.
+    """Microseconds of a choice, measured many times in a row, after the pause in which its operands are made.
 
-    Large products lower the clock by the power they draw, so that kernels taking turns would lend each other theirs.
+    Large products lower the clock by the power they draw, so that kernels without pauses would lend each other theirs.
     No longer than others, though: what is the fastest at a clock that has settled is slower in bursts, as of `bench`.
     """
     return measure.kernel_us(kernels, product, [choice], ROUNDS)[0]
