@@ -45,7 +45,7 @@ WEIGHTS = (
     (13824, 5120), (5120, 13824), (2304, 2304), (9216, 2304), (2112, 7168), (24576, 1536), (32768, 512), (7168, 2048),
     (9216, 3072), (3072, 3072), (16384, 3072), (3072, 8192), (768, 768), (3072, 768), (768, 3072), (1024, 1024),
     (1024, 4096), (128256, 4096), (151936, 3584), (256000, 2304), (128, 4096), (256, 7168), (512, 8192), (576, 16384),
-    (1024, 8192), (4096, 496), (2000, 1040), (5120, 496),
+    (1024, 8192), (4096, 496), (2000, 1040), (5120, 496), (2304, 16384), (1536, 7168), (2048, 8192),
 )
 MOST_US = 2500  # of a product's operations at the peak
 LARGE_PART = 0.2  # of the products
@@ -149,12 +149,12 @@ def least_k_tile_us(kernel):
     return blocks * math.prod(map(int, re.findall(r"\d+", kernel)[1:4])) / (4096 * 1.9e3)
 
 
-def fit(measured, rows, steps=2000):
+def fit(measured, rows, steps=6000):
     """Costs that are right for the products in `rows`.
 
     Loss: the mean logarithm of how far behind a soft choice is, and of how far off the times of nearly the fastest are.
     """
-    soft, weight_power, outlier = 0.02, 6, 0.1
+    soft, weight_power, outlier = 0.01, 6, 0.1
     least, most = measured.least, np.array((5.0, 9.0, 9.0, 4.0))
     us = measured.us[rows]
     known = np.isfinite(us)

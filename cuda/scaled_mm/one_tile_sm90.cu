@@ -52,6 +52,9 @@ struct Types {
   static constexpr int box_a(int tile_m) { return (tile_m - 1) / kClusterN + 1; }
   static constexpr int kBoxB = kN / kClusterM;
   static constexpr int kShare = (kM + Split - 1) / Split;  // of the rows, that one block adds up
+  // Whether a block stores the sums that it adds up itself without the cluster's network: 3 to 5 % faster, but 1 to 3 % slower
+  // where the 8 rows that a warp has at a time are of several blocks, so that it goes both ways.
+  static constexpr bool kStoresOwn = kShare >= 8;
 
   static constexpr int kMostStages = 32;
   struct Shared {
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
         Full::init(&smem.full[s], 2);
         Empty::init(&smem.empty[s], T::kSenders * kMathWarps);
       }
-      if (kSplit > 1) Full::init(&smem.added, 1);
+      if (kSplit > 1) Full::init(&smem.added, kMathWarps + 1);
       cutlass::arch::fence_barrier_init();
     }
   }
@@ -252,18 +255,19 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   __syncthreads();
   if constexpr (kSplit > 1) {
     int const rows = min(kShare, T::kM - part * kShare);
-    if (threadIdx.x == 0) Full::arrive_and_expect_tx(&smem.added, kSplit * rows * kN * sizeof(Accumulator));
+    if (threadIdx.x == 0) Full::arrive_and_expect_tx(&smem.added, (kSplit - T::kStoresOwn) * rows * kN * sizeof(Accumulator));
     sync_cluster();
   }
   auto const give = [&](int m, int n, auto value) {
     auto& to = partial[part * kShare + m % kShare][n];
     if constexpr (kSplit > 1) {
       static_assert(sizeof(value) == 4, "blocks that share K are swapped: what passes between them are single sums");
-      store_shared_remote(reinterpret_cast<uint32_t&>(value), cast_smem_ptr_to_uint(&to), cast_smem_ptr_to_uint(&smem.added),
-                          rank(m / kShare, in_x, in_y));
-    } else {
-      reinterpret_cast<decltype(value)&>(to) = value;
+      if (int const adds = m / kShare; adds != part || !T::kStoresOwn) {
+        return store_shared_remote(reinterpret_cast<uint32_t&>(value), cast_smem_ptr_to_uint(&to),
+                                   cast_smem_ptr_to_uint(&smem.added), rank(adds, in_x, in_y));
+      }
     }
+    reinterpret_cast<decltype(value)&>(to) = value;
   };
   Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kX>, Int<kY>>{}));
   if (multiplies) {
@@ -280,7 +284,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   }
   if constexpr (kSplit == 1) __syncthreads();
   if (!multiplies) return;
-  if constexpr (kSplit > 1) Full::wait(&smem.added, 0);
+  if constexpr (kSplit > 1) {
+    __syncwarp();
+    if (elect_one_sync()) Full::arrive(&smem.added);
+    Full::wait(&smem.added, 0);
+    asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
+  }
 
   // Each thread has some columns, whose scales it keeps, of each of some rows. All are in the matrix or none: TMA takes only
   // rows of whole 16 bytes.

@@ -31,7 +31,7 @@ def test_terms_of_kernels_that_the_model_may_choose(extension):
     assert terms("sm90 128x128x128 cluster 1x1 pingpong swizzle 1", 512) == pytest.approx(
         (1, 32, (512 * 4096 + 4096 * 4096 + 2 * 512 * 4096) / 4.3e6))
     assert terms("sm90 128x128x128 cluster 1x1 pingpong swizzle 1", 8192)[0] == 16  # 64 x 32 tiles
-    assert terms("sm90 64x64x128 cluster 1x1 one tile swapped split-K 6", 64, k=16384)[:2] == (4, 22)  # on 102 SMs
+    assert terms("sm90 64x32x128 cluster 1x1 one tile swapped split-K 6", 32, k=16384)[:2] == (4, 22)  # on 102 SMs
     # Squares of tiles where there are few, generic kernels, and many waves of one-tile kernels.
     assert terms("sm90 128x128x128 cluster 1x1 pingpong swizzle 8", 512) is None
     assert terms("generic 64x64x64 mma.sync", 512) is None
