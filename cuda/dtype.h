@@ -17,4 +17,16 @@ constexpr char const* dtype_name(DType dtype) {
   return "";
 }
 
+constexpr int bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::kS8:
+    case DType::kF8E4M3: return 1;
+    case DType::kBF16:
+    case DType::kF16: return 2;
+    case DType::kF32:
+    case DType::kS32: return 4;
+  }
+  return 0;
+}
+
 }  // namespace jax_qmm

@@ -2,12 +2,15 @@
 // the CUDA graph of an XLA program (ffi/queue.h).
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <vector>
 
 #include <cuda_runtime_api.h>
 
 namespace jax_qmm {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct LaunchShape {
   dim3 grid, block;

@@ -89,7 +89,7 @@ def _edited(**fields):
 
 
 def _edited_product(**fields):
-    return lambda content: content | {"products": [content["products"][0] | fields]}
+    return lambda content: content | {"products": [content["products"][1], content["products"][0] | fields]}
 
 
 @pytest.mark.parametrize(("edit", "reason"), [
@@ -223,6 +223,17 @@ def test_what_was_tuned_serves_products_like_it(extension, tuned, fields, found)
     extension.tune_scaled_mm(*tuned, other)
     assert extension.tuned_scaled_mm(*product) == (tuned.m if found else None)
     assert extension.select_scaled_mm(*product, GPU.core_count) == (other if found else default)
+
+
+def test_kernels_that_do_not_serve_a_product_are_refused(extension):
+    for choice, message in ((10**6, 1), "no such kernel"), ((0, 3), "does not serve"), ((-2, 1), "does not serve"):
+        with pytest.raises(ValueError, match=message):
+            extension.tune_scaled_mm(*INT8, choice)
+        with pytest.raises(ValueError, match=message):
+            extension.measure_scaled_mm(*INT8[:3], *INT8[4:], [choice], b"\0", 1)
+    for pattern, rounds in (b"", 1), (b"\0", 0):
+        with pytest.raises(ValueError, match="a pattern and a round"):
+            extension.measure_scaled_mm(*INT8[:3], *INT8[4:], [(-1, 1)], pattern, rounds)
 
 
 @pytest.fixture

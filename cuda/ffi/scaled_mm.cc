@@ -2,7 +2,6 @@
 #include "scaled_mm/scaled_mm.h"
 
 #include <algorithm>
-#include <limits>
 #include <string_view>
 
 #include "ffi/handlers.h"
@@ -62,9 +61,10 @@ ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors, 
   JAX_QMM_RETURN_IF_ERROR(check_shape(b, "b", {b.dimensions()[0] == 1 ? 1 : batch, n, k}));
   JAX_QMM_RETURN_IF_ERROR(check_shape(out, "out", {batch, m, n}));
   for (int64_t dim : {batch, m, n, k}) {
-    if (dim > std::numeric_limits<int>::max()) {
+    if (dim > kLongest) {
       return ffi::Error::InvalidArgument("a has shape " + to_string(a.dimensions()) + " and b " +
-                                         to_string(b.dimensions()) + "; every dimension needs to be below 2^31");
+                                         to_string(b.dimensions()) + "; no dimension may exceed " +
+                                         std::to_string(kLongest));
     }
   }
 

@@ -14,8 +14,6 @@ namespace {
 
 constexpr int64_t kWarp = 32;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t warps(int64_t threads) { return std::max(kWarp, ceil_div(threads, kWarp) * kWarp); }
 
 // Rows that take up to one warp go four to a block.

@@ -1,6 +1,8 @@
 // The arithmetic of the epilogue, shared by all kernels, and its operands as a kernel sees them.
 #pragma once
 
+#include <type_traits>
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -38,7 +40,7 @@ struct VectorArg {
   template <class Use>
   __device__ void with_data(Use use) const {
     if (data == nullptr) return;
-    if constexpr (sizeof(T) == 4 && T(0.5f) == T(0)) {
+    if constexpr (std::is_integral_v<T>) {
       use(static_cast<T const*>(data));
     } else {
       switch (dtype) {

@@ -15,7 +15,7 @@ namespace jax_qmm::sm90 {
 using namespace cute;
 namespace fusion = cutlass::epilogue::fusion;
 
-// What the first tiles read of b first, brought into L2 while the kernel before this one ends.
+// The first lines of rows of b, brought into L2 while the kernel before this one ends.
 struct Weights {
   void const* data;
   unsigned rows, lines;
@@ -24,7 +24,7 @@ struct Weights {
   __device__ void prefetch(unsigned threads) const { prefetch_l2(data, rows, lines, row_stride, threads); }
 };
 
-// 2 MB, what memory delivers meanwhile: more delays the rest.
+// Of 64 rows for each SM, up to 2 MB together, which is what memory delivers meanwhile: more delays the rest.
 inline Weights weights(ScaledMm const& p, int sm_count) {
   constexpr int kBytes = 2 << 20, kRowsOfTile = 64;
   int const rows = std::min(p.n, kRowsOfTile * sm_count);
@@ -60,14 +60,7 @@ struct Epilogue {
   template <class ProblemShape>
   static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) { return args; }
   template <class ProblemShape>
-  static bool can_implement(ProblemShape const&, Arguments const&) { return true; }
-  template <class ProblemShape>
   static size_t get_workspace_size(ProblemShape const&, Arguments const&) { return 0; }
-  template <class ProblemShape>
-  static cutlass::Status initialize_workspace(ProblemShape const&, Arguments const&, void*, cudaStream_t,
-                                              cutlass::CudaHostAdapter* = nullptr) {
-    return cutlass::Status::kSuccess;
-  }
 
   Params params;
   Vectors* slots;

@@ -54,7 +54,7 @@ __device__ void store_tile(uint8_t* smem, uint32_t const (&words)[kWordsPerThrea
 
 template <class Accumulator, class Bits>
 __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
-  __shared__ uint8_t smem_a[kTile * kPitch], smem_b[kTile * kPitch];
+  __shared__ alignas(4) uint8_t smem_a[kTile * kPitch], smem_b[kTile * kPitch];
 
   int const tiles_m = (p.m + kTile - 1) / kTile, tiles_n = (p.n + kTile - 1) / kTile;
   int const tile_m = blockIdx.x % tiles_m, tile_n = blockIdx.x / tiles_m % tiles_n, l = blockIdx.x / tiles_m / tiles_n;
@@ -138,7 +138,7 @@ cudaError_t launch_generic(ScaledMm const& p, Submit const& submit) {
                 p.a_batch_stride, p.b_batch_stride, words ? 4 : 1, epilogue_args(p)};
   int64_t const tiles = int64_t(p.m + kTile - 1) / kTile * ((p.n + kTile - 1) / kTile) * p.batch;
   if (tiles > INT32_MAX) return cudaErrorInvalidConfiguration;
-  bool const two_bytes = p.out_dtype == DType::kBF16 || p.out_dtype == DType::kF16;
+  bool const two_bytes = bytes_of(p.out_dtype) == 2;
   auto* kernel = p.in == DType::kS8 ? (two_bytes ? generic_kernel<int32_t, uint16_t> : generic_kernel<int32_t, uint32_t>)
                                     : (two_bytes ? generic_kernel<float, uint16_t> : generic_kernel<float, uint32_t>);
   return launch(submit, {unsigned(tiles), kThreads}, kernel, params);

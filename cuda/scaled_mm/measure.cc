@@ -13,12 +13,23 @@ void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("measuring: ") + cudaGetErrorString(error));
 }
 
-struct Buffer {
-  explicit Buffer(size_t bytes) { check(cudaMalloc(&data, bytes)); }
-  Buffer(Buffer const&) = delete;
-  ~Buffer() { cudaFree(data); }
-  void* data = nullptr;
+template <auto destroy>
+struct Destroy {
+  template <class T>
+  void operator()(T* made) const { destroy(made); }
 };
+using Buffer = std::unique_ptr<void, Destroy<cudaFree>>;
+using Stream = std::unique_ptr<CUstream_st, Destroy<cudaStreamDestroy>>;
+using Event = std::unique_ptr<CUevent_st, Destroy<cudaEventDestroy>>;
+using Graph = std::unique_ptr<CUgraph_st, Destroy<cudaGraphDestroy>>;
+using GraphExec = std::unique_ptr<CUgraphExec_st, Destroy<cudaGraphExecDestroy>>;
+
+template <class Owner, class Create, class... Args>
+Owner make(Create create, Args... args) {
+  typename Owner::pointer made;
+  check(create(&made, args...));
+  return Owner(made);
+}
 
 // Repeats the pattern from `offset` on, so that no two buffers are alike.
 void fill(void* data, size_t bytes, std::string const& pattern, size_t offset) {
@@ -34,8 +45,10 @@ void fill(void* data, size_t bytes, std::string const& pattern, size_t offset) {
 
 std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledMmChoice> const& choices,
                                       std::string const& pattern, int rounds) {
+  if (pattern.empty() || rounds < 1) throw std::invalid_argument("measuring needs a pattern and a round");
+  for (ScaledMmChoice choice : choices) check_scaled_mm_choice(shape, choice);
   size_t const a_bytes = size_t(shape.m) * shape.k, b_bytes = size_t(shape.n) * shape.k;
-  size_t const out_bytes = size_t(shape.m) * shape.n * (shape.out_dtype == DType::kF32 || shape.out_dtype == DType::kS32 ? 4 : 2);
+  size_t const out_bytes = size_t(shape.m) * shape.n * bytes_of(shape.out_dtype);
   size_t const set_bytes = a_bytes + b_bytes + out_bytes;
   int const sets = std::clamp<int>(400'000'000 / set_bytes + 1, 2, 24);
 
@@ -43,10 +56,10 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
   check(cudaGetDevice(&device));
   check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device));
   check(prepare_scaled_mm());
-  std::vector<std::unique_ptr<Buffer>> buffers;
+  std::vector<Buffer> buffers;
   auto allocate = [&](size_t bytes) {
-    buffers.push_back(std::make_unique<Buffer>(bytes));
-    return buffers.back()->data;
+    buffers.push_back(make<Buffer>(cudaMalloc, bytes));
+    return buffers.back().get();
   };
   std::vector<float> const scales(shape.m + shape.n, 0.01f);
   std::vector<ScaledMm> problems(sets, shape);
@@ -63,34 +76,30 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
     problem.scale_b = {device_scales + shape.m, DType::kF32, 1, 0, int64_t(shape.n * sizeof(float))};
   }
 
-  cudaStream_t stream;
-  cudaEvent_t begin, end;
-  check(cudaStreamCreate(&stream));
-  check(cudaEventCreate(&begin));
-  check(cudaEventCreate(&end));
-  std::vector<cudaGraphExec_t> graphs;
+  Stream const stream = make<Stream>(cudaStreamCreate);
+  Event const begin = make<Event>(cudaEventCreate), end = make<Event>(cudaEventCreate);
+  auto milliseconds = [&](auto work) {
+    float elapsed;
+    check(cudaEventRecord(begin.get(), stream.get()));
+    work();
+    check(cudaEventRecord(end.get(), stream.get()));
+    check(cudaEventSynchronize(end.get()));
+    check(cudaEventElapsedTime(&elapsed, begin.get(), end.get()));
+    return elapsed;
+  };
+  std::vector<GraphExec> graphs;
   std::vector<int> repeats;
   for (ScaledMmChoice choice : choices) {
-    cudaGraph_t graph;
-    cudaGraphExec_t executable;
     auto launch_all = [&] {
-      for (ScaledMm const& problem : problems) check(launch_scaled_mm(problem, choice, sm_count, on_stream(stream)));
+      for (ScaledMm const& problem : problems) check(launch_scaled_mm(problem, choice, sm_count, on_stream(stream.get())));
     };
     // As many launches as make the graph's own start small beside them.
-    float milliseconds;
     launch_all();
-    check(cudaEventRecord(begin, stream));
-    launch_all();
-    check(cudaEventRecord(end, stream));
-    check(cudaEventSynchronize(end));
-    check(cudaEventElapsedTime(&milliseconds, begin, end));
-    repeats.push_back(std::clamp<int>(3 / milliseconds, 1, std::max(1, 200 / sets)));
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    repeats.push_back(std::clamp<int>(3 / milliseconds(launch_all), 1, std::max(1, 200 / sets)));
+    check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeRelaxed));
     for (int i = 0; i < repeats.back(); ++i) launch_all();
-    check(cudaStreamEndCapture(stream, &graph));
-    check(cudaGraphInstantiate(&executable, graph, 0));
-    check(cudaGraphDestroy(graph));
-    graphs.push_back(executable);
+    Graph const graph = make<Graph>([&](cudaGraph_t* made) { return cudaStreamEndCapture(stream.get(), made); });
+    graphs.push_back(make<GraphExec>(cudaGraphInstantiate, graph.get(), 0));
   }
   std::vector<std::vector<double>> times(choices.size());
   std::vector<size_t> order(choices.size());
@@ -100,13 +109,8 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
     // Shuffled, so that no choice always follows the one that draws the most power and lowers the clock.
     std::shuffle(order.begin(), order.end(), random);
     for (size_t i : order) {
-      float milliseconds;
-      check(cudaEventRecord(begin, stream));
-      check(cudaGraphLaunch(graphs[i], stream));
-      check(cudaEventRecord(end, stream));
-      check(cudaEventSynchronize(end));
-      check(cudaEventElapsedTime(&milliseconds, begin, end));
-      if (round > 0) times[i].push_back(milliseconds * 1e3 / sets / repeats[i]);
+      double const us = milliseconds([&] { check(cudaGraphLaunch(graphs[i].get(), stream.get())); }) * 1e3;
+      if (round > 0) times[i].push_back(us / sets / repeats[i]);
     }
   }
   std::vector<double> medians;
@@ -114,10 +118,6 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
     std::nth_element(t.begin(), t.begin() + t.size() / 2, t.end());
     medians.push_back(t[t.size() / 2]);
   }
-  for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaStreamDestroy(stream);
   return medians;
 }
 

@@ -71,10 +71,6 @@ Instance const kInstances[] = {
 #undef SKINNY
 #undef ONE_TILE
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int bytes_of(DType dtype) { return dtype == DType::kF32 || dtype == DType::kS32 ? 4 : 2; }
-
 Accum accum_of(ScaledMm const& p) { return p.in == DType::kF8E4M3 && p.fast_accum ? Accum::kFast : Accum::kFull; }
 
 // TMA reads and writes boxes whose rows start at multiples of 16 bytes.
@@ -186,12 +182,16 @@ std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& p, ScaledMmChoice c
   return choice.swizzle == swizzle_for(instance, p) ? terms_of(instance, p, sm_count) : std::nullopt;
 }
 
-void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice) {
-  auto const known = scaled_mm_choices(problem);
+void check_scaled_mm_choice(ScaledMm const& p, ScaledMmChoice choice) {
+  auto const known = scaled_mm_choices(p);
   bool const serves = std::any_of(known.begin(), known.end(), [&](ScaledMmChoice other) {
     return other.instance == choice.instance && other.swizzle == choice.swizzle;
   });
   if (!serves) throw std::invalid_argument(describe_scaled_mm(choice) + " does not serve this product");
+}
+
+void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice) {
+  check_scaled_mm_choice(problem, choice);
   std::unique_lock lock(tuning_mutex);
   tuning[tuning_key(problem)][problem.m] = choice;
 }

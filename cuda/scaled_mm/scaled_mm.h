@@ -18,6 +18,8 @@
 
 namespace jax_qmm {
 
+constexpr int kLongest = INT32_MAX - 4096;  // of the dimensions, which kernels round up to whole tiles
+
 // A vector along M or N with one value for each batch entry and row or column, or fewer: a stride is 0 where the value
 // is shared. `data` is null where the operand is absent.
 struct Vector {
@@ -54,6 +56,9 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& problem, int sm_count);
 std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& problem);
 std::string describe_scaled_mm(ScaledMmChoice choice);
 
+// Throws std::invalid_argument where a choice is none of `scaled_mm_choices`.
+void check_scaled_mm_choice(ScaledMm const& problem, ScaledMmChoice choice);
+
 // What the cost model takes a kernel's time from.
 struct ScaledMmTerms {
   double waves;    // rounds of tiles until all SMs are done
@@ -65,8 +70,8 @@ struct ScaledMmTerms {
 std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& problem, ScaledMmChoice choice, int sm_count);
 
 // Makes `select_scaled_mm` answer `choice` for problems of these dtypes, this N, K and batch, and an M of more than three
-// quarters of this one's up to it, unless a smaller M is tuned or their addresses are not aligned as the kernel needs. Throws
-// std::invalid_argument where the kernel can't serve them at all.
+// quarters of this one's up to it, unless a smaller M is tuned or their addresses are not aligned as the kernel needs.
+// Checks the choice.
 void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice);
 
 // The M of the tuned problem whose choice `select_scaled_mm` answers; none where it has none.

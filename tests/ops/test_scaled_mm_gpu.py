@@ -335,3 +335,10 @@ def test_the_handler_names_a_wrong_buffer(change, message):
     inputs = [np.zeros(*x) for x in buffers.values()]
     with pytest.raises(Exception, match=rf"\b{message} has"):
         jax.block_until_ready(f(*inputs, names=names, fast_accum=True))
+
+
+def test_the_handler_refuses_what_whole_tiles_would_make_too_long():
+    a = jnp.zeros((1, 1, 2**31 - 100), jnp.int8)
+    f = jax.ffi.ffi_call("jax_qmm_scaled_mm", jax.ShapeDtypeStruct((1, 1, 1), jnp.float32))
+    with pytest.raises(Exception, match=r"no dimension may exceed 2147479551"):
+        jax.block_until_ready(f(a, a, names="", fast_accum=True))
