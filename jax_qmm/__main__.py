@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -11,12 +12,18 @@ from jax_qmm.bench.shapes import OUT_DTYPES, add_arguments, products
 OPTIONAL_PACKAGES = {"flax", "matplotlib", "optax", "sklearn", "tqdm"}
 
 
+def user_path(text: str) -> Path:
+    return Path(os.path.expanduser(text))  # a shell leaves the ~ of --file=~/name
+
+
 def output_file(text: str) -> Path:
-    path = Path(text)
+    path = user_path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} can't be written")
     return path
 
 
@@ -57,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add_arguments(tune)
     tune.add_argument("--out-dtype", choices=OUT_DTYPES, nargs="+", default=["bfloat16"],
                       help="of the results (bfloat16)")
-    tune.add_argument("--file", type=Path, metavar="PATH", help="the file to write, or to add to")
+    tune.add_argument("--file", type=user_path, metavar="PATH", help="the file to write, or to add to")
     tune.set_defaults(run=run_tune)
     return top
 

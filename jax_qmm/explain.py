@@ -25,7 +25,8 @@ class OpRow:
       inputs: dtypes and shapes of the matrices, or of what is quantized; inside a shard_map those of one
         device.
       out: dtype and shape of the result.
-      count: how often it runs in one call of the function; a while loop counts as one turn.
+      count: how often it runs in one call of the function; a while loop counts as one turn, a cond as all of
+        its branches.
       runs_on: the kernel that is chosen, or "reference: why"; for a transpose what spares it.
       inside: the control flow around it, outermost first ("scan", "while", "cond", "shard_map"); may be "".
     """
@@ -159,5 +160,7 @@ def _kernel_of_scaled_mm(eqn):
     (a, b), out = (var.aval for var in eqn.invars[:2]), eqn.outvars[0].aval
     num_batch = eqn.params["num_batch"]
     rows, batch = math.prod(a.shape[num_batch:-1]), math.prod(out.shape[:num_batch])
+    if not all(isinstance(dim, int) for dim in (rows, *b.shape[-2:], batch)):
+        return "kernel, chosen at run time: the shapes are symbolic"
     return _ffi.describe_scaled_mm(
         rows, *b.shape[-2:], batch, a.dtype, out.dtype, eqn.params["fast_accum"])

@@ -3,7 +3,8 @@
 The package brings one for each GPU in jax_qmm/tuned; the user's own goes before it, product by product.
 A process reads the file when it first lowers or explains a product for a GPU. One that only calls programs
 exported elsewhere lowers none, and keeps the kernels that the cost model chooses. Kernels are stored in
-words, so that the file outlives a build whose table has another order.
+words, so that the file outlives a build whose table has another order. Results of 16 bits have the same
+kernels: what is tuned for bfloat16 serves float16 too, and the other way round; of both, the last one counts.
 """
 
 import json

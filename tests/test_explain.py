@@ -134,6 +134,15 @@ def test_kernels_are_named_where_there_are_some(monkeypatch):
                      (24, 16, 32, 1, jnp.float8_e4m3fn, jnp.float32, False)]
 
 
+def test_symbolic_shapes_have_their_kernel_chosen_later(monkeypatch):
+    monkeypatch.setattr(_ffi, "fallback_reason", lambda platform: None)
+    b, n = jax.export.symbolic_shape("b, n")
+    for m, rows in ((b, 16), (8, n)):
+        x, w = jax.ShapeDtypeStruct((m, 32), jnp.float32), jax.ShapeDtypeStruct((rows, 32), jnp.int8)
+        [*_, row] = explain(product, x, w).rows
+        assert row.runs_on == "kernel, chosen at run time: the shapes are symbolic"
+
+
 def test_what_is_no_array_stays_as_it_is():
     def fn(x, w, *, train, name, config):
         assert train is True and name == "a" and config == {"n": 3}

@@ -79,8 +79,8 @@ def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
-        [trace] = Path(folder).rglob("*.xplane.pb")
         kernels = sorted((event.start_ns, event.start_ns + event.duration_ns)
+                         for trace in Path(folder).rglob("*.xplane.pb")
                          for plane in ProfileData.from_file(str(trace)).planes if plane.name.startswith("/device:GPU")
                          for line in plane.lines if line.name.startswith("Stream") for event in line.events)
     if not kernels or len(kernels) % runs:

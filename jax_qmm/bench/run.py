@@ -31,7 +31,7 @@ def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], band
             try:
                 measure.autotune_xla([product for product in products if product.m == m])
             except RuntimeError as error:  # one by one, then
-                failures.append(f"XLA failed on all products of M {m} together: {str(error).splitlines()[0]}")
+                failures.append(f"XLA failed on all products of M {m} together: {_first_line(error)}")
     with tqdm(products, desc="bench", unit="product") as bar:
         for product in bar:
             *shape, dtype, out_dtype, fast_accum = product
@@ -55,7 +55,7 @@ def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], band
                 try:
                     times[name].append(calls[name]())
                 except RuntimeError as error:  # of CUDA, PyTorch or XLA: no memory, a shape not supported
-                    failures.append(f"{label} failed on {product}: {str(error).splitlines()[0]}")
+                    failures.append(f"{label} failed on {product}: {_first_line(error)}")
                     if name == "ours":
                         break
                     del calls[name]
@@ -67,7 +67,7 @@ def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], band
 
 def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None,
          png: Path | None) -> None:
-    """Measures and prints the report, on Ctrl-C of what there is; see `python -m jax_qmm bench --help`."""
+    """Measures and prints the report, if interrupted of what there is; see `python -m jax_qmm bench --help`."""
     kernels, gpu = measure.open_gpu("bench")
     title = f"jax_qmm on {gpu.device_kind}, jax {jax.__version__}"
     remark = ""
@@ -78,12 +78,13 @@ def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None,
         title += f", PyTorch {cublaslt.version()}"
     print(title + remark, flush=True)
     bandwidth = measure.copy_bandwidth()
-    rows, failures, interrupt = [], [], None
+    rows, failures, stopped = [], [], None
     try:
         measure_all(kernels, products, peers, bandwidth, rows, failures)
-    except KeyboardInterrupt as error:
-        interrupt = error
-        failures.append(f"interrupted: {len(rows)} of {len(products)} products were measured")
+    except BaseException as error:  # raised again when what there is has been reported
+        stopped = error
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {type(error).__name__}"
+        failures.append(f"{why}: {len(rows)} of {len(products)} products were measured")
     roofline = (f"roofline: bytes at {bandwidth / 1e12:.2f} TB/s, what a copy reached in this run, or "
                 f"operations at {measure.PEAK / 1e12:.0f} Tera-ops/s")
     if rows:
@@ -98,5 +99,9 @@ def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None,
 
         figure.draw(rows, f"{title}\n{roofline}").savefig(png, format="png", dpi=150)
         print(f"wrote {png}")
-    if interrupt:
-        raise interrupt
+    if stopped:
+        raise stopped
+
+
+def _first_line(error):
+    return next(iter(str(error).splitlines()), type(error).__name__)

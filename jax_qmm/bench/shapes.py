@@ -1,6 +1,7 @@
 """What to measure: the products of a model, or of shapes given by hand."""
 
 import argparse
+import sys
 
 from jax_qmm.tuning import Product
 
@@ -16,23 +17,27 @@ OUT_DTYPES = ("bfloat16", "float16", "float32")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name products: --model, --shapes, --m and --dtype."""
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--model", choices=MODELS, default="llama-3-8b",
-                         help="the weights of its linear layers (%(default)s)")
-    weights.add_argument("--shapes", type=_weight, nargs="+", metavar="N,K",
-                         help="weights of these shapes instead")
+    parser.add_argument("--model", choices=[*MODELS, "custom"],
+                        help="the weights of its linear layers (llama-3-8b); custom has those of --shapes")
+    parser.add_argument("--shapes", type=_weight, nargs="+", metavar="N,K", help="weights of these shapes instead")
     parser.add_argument("--m", type=_numbers, default=ROWS, metavar="M,M,...",
                         help=f"numbers of tokens ({','.join(map(str, ROWS))})")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES),
                         help="of the operands (both)")
 
 
-def products(*, model: str, shapes, m, dtype, out_dtype=("bfloat16",)) -> list[Product]:
+def products(*, model: str | None, shapes, m, dtype, out_dtype=("bfloat16",)) -> list[Product]:
     """The products that the arguments name, each once, those of one weight together.
 
-    >>> [str(product) for product in products(model="", shapes=[(6144, 4096)], m=(1, 16), dtype=["fp8"])]
+    Ends the process with code 2 where `shapes` are given for another model than custom, or none for that.
+
+    >>> [str(product) for product in products(model=None, shapes=[(6144, 4096)], m=(1, 16), dtype=["fp8"])]
     ['float8_e4m3fn to bfloat16, M 1, N 6144, K 4096', 'float8_e4m3fn to bfloat16, M 16, N 6144, K 4096']
     """
+    model = model or ("custom" if shapes else "llama-3-8b")
+    if (model == "custom") != bool(shapes):
+        print("--model custom needs --shapes, and no other model takes them", file=sys.stderr)
+        raise SystemExit(2)
     # As scaled_mm has it by default: fp8 is summed fast, int8 knows no other way than exactly.
     named = (Product(rows, n, k, 1, DTYPES[kind], out, kind == "fp8")
              for n, k in shapes or MODELS[model] for kind in dtype for out in out_dtype for rows in m)

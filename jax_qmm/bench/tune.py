@@ -61,16 +61,16 @@ def main(*, products: Sequence[Product], file: Path | None) -> None:
         warnings.filterwarnings("ignore", message="the tuning file")  # said below, with what to do about it
         kernels, gpu = measure.open_gpu("tune")
     file = file or tuning.path() or tuning.default_path()
+    if file.is_dir():
+        _stop(f"{file} is a folder; name a file with --file.")
     entries = {}
     try:
         if file.exists():
             entries = {entry.product: entry for entry in tuning.load(file, kernels, gpu)}
-        tuning.save(file, gpu, entries.values())  # now, not after minutes, if it can't be written
     except tuning.RefusedError as error:
         _stop(f"{file} would be overwritten, and is no tuning file for this GPU and build: {error}. "
               "Remove it, or name another with --file.")
-    except OSError as error:
-        _stop(f"{file} can't be written: {error.strerror}")
+    _save(file, gpu, entries)  # now, not after minutes, if it can't be written
 
     kernels.clear_scaled_mm_tuning()  # the defaults are the cost model's
     measured = {}
@@ -84,14 +84,15 @@ def main(*, products: Sequence[Product], file: Path | None) -> None:
                 except RuntimeError as error:  # of CUDA: too little memory
                     bar.write(f"left out: {product} ({error})")
                     continue
-                entries[product] = Entry(product, kernels.describe_scaled_mm(best), us)
-                tuning.save(file, gpu, entries.values())
+                more = entries | {product: Entry(product, kernels.describe_scaled_mm(best), us)}
+                _save(file, gpu, more)
+                entries = more
                 measured[product] = default, default_us
     finally:
         if measured:
             print("", *_report(kernels, entries, measured), sep="\n")
         print(f"{file} holds {len(entries)} products on {gpu.device_kind}" + (
-            "" if tuning.path() == file else f"; set JAX_QMM_TUNING={file} to load it"))
+            "" if tuning.path() == file else f"; set JAX_QMM_TUNING={file.absolute()} to load it"))
 
 
 def _report(kernels, entries, measured):
@@ -108,6 +109,13 @@ def _report(kernels, entries, measured):
     yield report.align(header, rows, left=2)
     yield (f"\n{others} of {len(rows)} products get another kernel than the cost model's: "
            f"{geometric_mean(gains):.3f} times as fast (geometric mean of all)")
+
+
+def _save(file, gpu, entries):
+    try:
+        tuning.save(file, gpu, entries.values())
+    except OSError as error:
+        _stop(f"{file} can't be written: {error.strerror}")
 
 
 def _stop(message):

@@ -159,6 +159,17 @@ def test_an_interrupt_reports_what_there_is(bench, kernels, tmp_path, capsys):
     assert captured.err.endswith("\ninterrupted\n")
 
 
+def test_any_other_end_reports_what_there_is(bench, tmp_path, monkeypatch, capsys):
+    def fail():
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr(measure, "in_jit", lambda product: {"jit": fail})
+    with pytest.raises(ValueError, match="unforeseen"):
+        bench("--csv", str(tmp_path / "a.csv"))
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 1
+    assert "stopped by ValueError: 1 of 8 products were measured" in capsys.readouterr().out
+
+
 def test_an_interrupt_in_a_peer_keeps_the_rest_of_its_row(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "in_jit", lambda product: {"jit": interrupt})
     assert bench("--csv", str(tmp_path / "a.csv")) == 130
@@ -171,6 +182,25 @@ def test_an_interrupt_before_the_first_product_writes_nothing(bench, kernels, tm
     assert bench("--csv", str(tmp_path / "a.csv"), "--png", str(tmp_path / "a.png")) == 130
     assert list(tmp_path.iterdir()) == []
     assert "0 of 8 products" in capsys.readouterr().out
+
+
+def test_a_failure_without_a_message_has_its_kind_named(bench, monkeypatch, capsys):
+    def fail():
+        raise RuntimeError
+
+    monkeypatch.setattr(cublaslt, "calls", lambda product: {"cublaslt": fail})
+    assert bench() == 0
+    assert "cuBLASLt failed on int8 to bfloat16, M 1, N 64, K 32: RuntimeError\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--csv", "--png"])
+def test_a_file_that_cannot_be_written_is_named_before_measuring(bench, kernels, option, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(SystemExit) as exit:
+        bench(option, str(tmp_path / "a.out"))
+    assert exit.value.code == 2
+    assert "a.out can't be written" in capsys.readouterr().err
+    assert kernels.measured == []
 
 
 def test_failures_are_named_and_the_rest_goes_on(bench, kernels, monkeypatch, capsys, tmp_path):

@@ -31,6 +31,7 @@ def test_a_models_layers_are_those_of_its_configuration():
 def test_shapes_by_hand():
     products = parse("--shapes", "32,16", "48,64", "32,16", "--m", "1,3", "--dtype", "fp8")
     assert [product[:3] for product in products] == [(1, 32, 16), (3, 32, 16), (1, 48, 64), (3, 48, 64)]
+    assert products == parse("--model", "custom", "--shapes", "32,16", "48,64", "--m", "1,3", "--dtype", "fp8")
     assert all(product.fast_accum and product.dtype == "float8_e4m3fn" for product in products)
 
 
@@ -43,7 +44,8 @@ def test_shapes_by_hand():
     (["--shapes", "4096x4096"], "invalid pair N,K value: '4096x4096'"),
     (["--model", "gpt-2"], "llama-3-70b"),
     (["--dtype", "int4"], "int4"),
-    (["--model", "llama-3-8b", "--shapes", "16,16"], "not allowed with argument"),
+    (["--model", "llama-3-8b", "--shapes", "16,16"], "--model custom needs --shapes, and no other model"),
+    (["--model", "custom"], "--model custom needs --shapes, and no other model"),
 ])
 def test_bad_arguments_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit:

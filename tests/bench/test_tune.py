@@ -143,3 +143,34 @@ def test_a_file_that_cannot_be_written_is_named_before_measuring(kernels, tmp_pa
     assert exit.value.code == 2
     assert "tuning.json can't be written: " in capsys.readouterr().err
     assert kernels.measured == []
+
+
+def test_a_folder_is_no_file(kernels, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        command_line.main([*ARGUMENTS, "--file", str(tmp_path)])
+    assert exit.value.code == 2
+    assert f"{tmp_path} is a folder; name a file with --file" in capsys.readouterr().err
+    assert kernels.measured == []
+
+
+def test_a_file_that_can_no_longer_be_written_ends_with_what_it_holds(kernels, monkeypatch, capsys):
+    save = tuning.save
+
+    def full(file, gpu, entries):
+        if len(entries) == 2:
+            raise OSError(28, "No space left on device")
+        save(file, gpu, entries)
+
+    monkeypatch.setattr(tuning, "save", full)
+    with pytest.raises(SystemExit) as exit:
+        command_line.main(ARGUMENTS)
+    assert exit.value.code == 2
+    captured = capsys.readouterr()
+    assert "tuning.json holds 1 products" in captured.out
+    assert "tuning.json can't be written: No space left on device" in captured.err
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(kernels, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command_line.main([*ARGUMENTS, "--file=~/mine.json"])
+    assert len(stored(tmp_path / "mine.json")) == 2
