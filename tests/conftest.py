@@ -46,17 +46,8 @@ def device(request):
 
 
 @pytest.fixture
-def kernels():
-    """The extension, whose choices of kernels a test may fix."""
-    kernels, why = _ffi._load()
-    assert kernels is not None, why
-    yield kernels
-    kernels.clear_scaled_mm_tuning()
-
-
-@pytest.fixture
 def extension():
-    """The extension, whose host code runs without a GPU too; skips where it is not built."""
+    """The extension, whose host code runs without a GPU too, and whose choices a test may fix; skips where it is not built."""
     kernels, why = _ffi._load()
     if kernels is None:
         pytest.skip(why)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 RUNS, STEPS = 4, 3
 
 
-def check_chain(kernels, step, inputs, *constants, message=""):
+def check_chain(extension, step, inputs, *constants, message=""):
     """STEPS of `step` in one program, on each of the inputs, against the same one by one."""
     def chain(x, *constants):
         for _ in range(STEPS):
@@ -25,7 +25,7 @@ def check_chain(kernels, step, inputs, *constants, message=""):
         return x
 
     program, one = jax.jit(chain), jax.jit(step)
-    recorded = kernels.count_recorded()
+    recorded = extension.count_recorded()
     for x in inputs:
         want = x
         for _ in range(STEPS):
@@ -33,7 +33,7 @@ def check_chain(kernels, step, inputs, *constants, message=""):
         got = np.asarray(program(x, *constants))
         np.testing.assert_array_equal(got.view(f"u{got.itemsize}"), np.asarray(want).view(f"u{got.itemsize}"), message)
     if _compat.records_kernels():
-        assert kernels.count_recorded() - recorded >= STEPS, message
+        assert extension.count_recorded() - recorded >= STEPS, message
 
 
 def matrices(dtype, m, k):
@@ -45,7 +45,7 @@ def matrices(dtype, m, k):
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("m", [7, 150])
-def test_every_kernel_is_recorded(kernels, dtype, m):
+def test_every_kernel_is_recorded(extension, dtype, m):
     k = 1040
     b, *inputs = matrices(dtype, m, k)
     scale = jnp.full(m, 0.03 if dtype == jnp.float8_e4m3fn else 6e-4)
@@ -54,14 +54,14 @@ def test_every_kernel_is_recorded(kernels, dtype, m):
         return jax_qmm.scaled_mm(a, b, scale, 1.0).astype(dtype)
 
     key = (m, k, k, 1, str(jnp.dtype(dtype)), "bfloat16", dtype != jnp.int8)
-    for choice in kernels.scaled_mm_choices(*key):
-        kernels.tune_scaled_mm(*key, choice)  # a new function is compiled anew, with this choice
-        check_chain(kernels, lambda *x: step(*x), inputs, b, scale, message=kernels.describe_scaled_mm(choice))
+    for choice in extension.scaled_mm_choices(*key):
+        extension.tune_scaled_mm(*key, choice)  # a new function is compiled anew, with this choice
+        check_chain(extension, lambda *x: step(*x), inputs, b, scale, message=extension.describe_scaled_mm(choice))
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("m", [7, 150])
-def test_b_is_read_as_the_kernel_before_has_written_it(kernels, dtype, m):
+def test_b_is_read_as_the_kernel_before_has_written_it(extension, dtype, m):
     """Kernels bring lines of b into L2 before that one is done."""
     k = 1040
     _, a, *_ = matrices(dtype, m, k)
@@ -73,16 +73,16 @@ def test_b_is_read_as_the_kernel_before_has_written_it(kernels, dtype, m):
         return jnp.roll(x, 1, 0) + y[0].astype(jnp.float32)[:, None]
 
     key = (m, k, k, 1, str(jnp.dtype(dtype)), "bfloat16", dtype != jnp.int8)
-    for choice in kernels.scaled_mm_choices(*key):
-        kernels.tune_scaled_mm(*key, choice)
-        check_chain(kernels, lambda *x: step(*x), inputs, a, message=kernels.describe_scaled_mm(choice))
+    for choice in extension.scaled_mm_choices(*key):
+        extension.tune_scaled_mm(*key, choice)
+        check_chain(extension, lambda *x: step(*x), inputs, a, message=extension.describe_scaled_mm(choice))
 
 
 @pytest.mark.parametrize("shape", [(64, 2048), (63, 2049)])
 @pytest.mark.parametrize("scale", [None, 0.05])
 @pytest.mark.parametrize("axis", [-1, None])
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric", "float8"])
-def test_quantizers_are_recorded(kernels, shape, scale, axis, kind):
+def test_quantizers_are_recorded(extension, shape, scale, axis, kind):
     rng = np.random.default_rng(0)
     dtype = jnp.bfloat16 if kind == "float8" else jnp.float32
     inputs = [jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype) for _ in range(RUNS)]
@@ -94,17 +94,17 @@ def test_quantizers_are_recorded(kernels, shape, scale, axis, kind):
     def step(x):
         return (1.01 * jnp.roll(jax_qmm.quantize(x, **given).dequantize(), 1, 0)).astype(dtype)
 
-    check_chain(kernels, step, inputs)
+    check_chain(extension, step, inputs)
 
 
-def test_a_recorded_call_keeps_its_kernel(kernels):
+def test_a_recorded_call_keeps_its_kernel(extension):
     m, k = 16, 512
     key = (m, k, k, 1, "int8", "bfloat16", False)
     b, *inputs = matrices(jnp.int8, m, k)
     step = lambda a, b, i: jax_qmm.scaled_mm(a + i, b, 1.0, 1.0)
     program = jax.jit(lambda a, b: [step(a, b, i) for i in range(8)])
-    for x, choice in zip(inputs, kernels.scaled_mm_choices(*key)):
-        kernels.tune_scaled_mm(*key, choice)
+    for x, choice in zip(inputs, extension.scaled_mm_choices(*key)):
+        extension.tune_scaled_mm(*key, choice)
         for _ in range(2):
             got = program(x, b)
             for i in range(8):

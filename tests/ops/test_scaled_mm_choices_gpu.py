@@ -26,35 +26,35 @@ def _operands(m, n, k, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_every_choice_gives_the_same_int8_result(kernels, oracle, shape, out_dtype):
+def test_every_choice_gives_the_same_int8_result(extension, oracle, shape, out_dtype):
     m, n, k = shape
     a, b, scale_a, scale_b, bias = _operands(m, n, k, jnp.int8)
     azp = np.arange(m, dtype=np.int32) % 256 - 128
     adj = b.astype(np.int32).sum(axis=1)
     want = oracle.scaled_mm(a, b, scale_a, scale_b, bias, azp=azp, azp_adj=adj, out_dtype=out_dtype)
     key = (m, n, k, 1, "int8", jnp.dtype(out_dtype).name, False)
-    for choice in kernels.scaled_mm_choices(*key):
-        kernels.tune_scaled_mm(*key, choice)
+    for choice in extension.scaled_mm_choices(*key):
+        extension.tune_scaled_mm(*key, choice)
         call = jax.jit(lambda *x: jax_qmm.scaled_mm_azp_per_token(*x, out_dtype=out_dtype))
         got = np.asarray(call(a, b, scale_a, scale_b, adj, azp, bias))
         np.testing.assert_array_equal(got.view(f"u{got.itemsize}"), want.view(f"u{want.itemsize}"),
-                                      kernels.describe_scaled_mm(choice))
+                                      extension.describe_scaled_mm(choice))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_choice_gives_the_same_sums(kernels, oracle, shape):
+def test_every_choice_gives_the_same_sums(extension, oracle, shape):
     m, n, k = shape
     a, b, *_ = _operands(m, n, k, jnp.int8)
     key = (m, n, k, 1, "int8", "int32", False)
-    for choice in kernels.scaled_mm_choices(*key):
-        kernels.tune_scaled_mm(*key, choice)
+    for choice in extension.scaled_mm_choices(*key):
+        extension.tune_scaled_mm(*key, choice)
         got = jax.jit(lambda *x: jax_qmm.scaled_mm(*x, 1.0, 1.0, out_dtype=jnp.int32))(a, b)
-        np.testing.assert_array_equal(got, oracle.sums(a, b), kernels.describe_scaled_mm(choice))
+        np.testing.assert_array_equal(got, oracle.sums(a, b), extension.describe_scaled_mm(choice))
 
 
 @pytest.mark.parametrize("m", [5, 13, 150])
 @pytest.mark.parametrize("shared", [None, "a", "b"])
-def test_every_choice_serves_a_batch(kernels, oracle, m, shared):
+def test_every_choice_serves_a_batch(extension, oracle, m, shared):
     n, k, batch = 200, 1040, 3
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-128, 128, (batch, rows, k), np.int8) for rows in (m, n))
@@ -65,16 +65,16 @@ def test_every_choice_serves_a_batch(kernels, oracle, m, shared):
     each = ([x if axis is None else x[i] for x, axis in zip(args, axes)] for i in range(batch))
     want = np.stack([oracle.scaled_mm(*one, out_dtype=jnp.bfloat16) for one in each])
     key = (m, n, k, batch, "int8", "bfloat16", False)
-    for choice in kernels.scaled_mm_choices(*key):
-        kernels.tune_scaled_mm(*key, choice)
+    for choice in extension.scaled_mm_choices(*key):
+        extension.tune_scaled_mm(*key, choice)
         got = np.asarray(jax.jit(jax.vmap(jax_qmm.scaled_mm, axes))(*args))
-        np.testing.assert_array_equal(got.view("u2"), want.view("u2"), kernels.describe_scaled_mm(choice))
+        np.testing.assert_array_equal(got.view("u2"), want.view("u2"), extension.describe_scaled_mm(choice))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("precision", [None, "highest"])
-def test_every_choice_gives_the_fp8_result(kernels, oracle, shape, out_dtype, precision):
+def test_every_choice_gives_the_fp8_result(extension, oracle, shape, out_dtype, precision):
     m, n, k = shape
     a, b, scale_a, scale_b, bias = _operands(m, n, k, jnp.float8_e4m3fn)
     want = oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=np.float64)
@@ -82,10 +82,10 @@ def test_every_choice_gives_the_fp8_result(kernels, oracle, shape, out_dtype, pr
     size = np.abs(scale_a)[:, None] * np.abs(scale_b) * magnitude
     bound = FP8_TOLERANCE * size + float(jnp.finfo(out_dtype).eps) * np.abs(want) + 2.0**-20
     key = (m, n, k, 1, "float8_e4m3fn", jnp.dtype(out_dtype).name, precision is None)
-    for choice in kernels.scaled_mm_choices(*key):
-        kernels.tune_scaled_mm(*key, choice)
+    for choice in extension.scaled_mm_choices(*key):
+        extension.tune_scaled_mm(*key, choice)
         call = jax.jit(lambda *x: jax_qmm.scaled_mm(*x, out_dtype=out_dtype, precision=precision))
         got = np.asarray(call(a, b, scale_a, scale_b, bias)).astype(np.float64)
-        assert (np.abs(got - want) <= bound).all(), kernels.describe_scaled_mm(choice)
+        assert (np.abs(got - want) <= bound).all(), extension.describe_scaled_mm(choice)
         again = np.asarray(call(a, b, scale_a, scale_b, bias)).astype(np.float64)
         np.testing.assert_array_equal(got, again)
