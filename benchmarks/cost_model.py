@@ -37,15 +37,77 @@ FIELDS = ("dtype", "fast_accum", "m", "n", "k", "kernel", "us")
 # Weights (N, K): linear layers of Llama 3, Qwen 2.5, Gemma 2, DeepSeek V3, Mistral, Phi 3, BERT, their tensor-parallel cuts,
 # language-model heads, routers, and others that fit no tile.
 WEIGHTS = (
-    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672),
-    (3072, 4096), (1536, 4096), (768, 4096), (4096, 2048), (4096, 1024), (4096, 512), (14336, 4096), (7168, 4096),
-    (3584, 4096), (4096, 7168), (4096, 3584), (4096, 1792), (5120, 8192), (2560, 8192), (1280, 8192), (8192, 4096),
-    (8192, 2048), (8192, 1024), (28672, 8192), (14336, 8192), (7168, 8192), (8192, 14336), (8192, 7168), (8192, 3584),
-    (4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (7168, 5120), (5120, 5120), (27648, 5120), (5120, 27648),
-    (13824, 5120), (5120, 13824), (2304, 2304), (9216, 2304), (2112, 7168), (24576, 1536), (32768, 512), (7168, 2048),
-    (9216, 3072), (3072, 3072), (16384, 3072), (3072, 8192), (768, 768), (3072, 768), (768, 3072), (1024, 1024),
-    (1024, 4096), (128256, 4096), (151936, 3584), (256000, 2304), (128, 4096), (256, 7168), (512, 8192), (576, 16384),
-    (1024, 8192), (4096, 496), (2000, 1040), (5120, 496), (2304, 16384), (1536, 7168), (2048, 8192),
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (10240, 8192),
+    (8192, 8192),
+    (57344, 8192),
+    (8192, 28672),
+    (3072, 4096),
+    (1536, 4096),
+    (768, 4096),
+    (4096, 2048),
+    (4096, 1024),
+    (4096, 512),
+    (14336, 4096),
+    (7168, 4096),
+    (3584, 4096),
+    (4096, 7168),
+    (4096, 3584),
+    (4096, 1792),
+    (5120, 8192),
+    (2560, 8192),
+    (1280, 8192),
+    (8192, 4096),
+    (8192, 2048),
+    (8192, 1024),
+    (28672, 8192),
+    (14336, 8192),
+    (7168, 8192),
+    (8192, 14336),
+    (8192, 7168),
+    (8192, 3584),
+    (4608, 3584),
+    (3584, 3584),
+    (37888, 3584),
+    (3584, 18944),
+    (7168, 5120),
+    (5120, 5120),
+    (27648, 5120),
+    (5120, 27648),
+    (13824, 5120),
+    (5120, 13824),
+    (2304, 2304),
+    (9216, 2304),
+    (2112, 7168),
+    (24576, 1536),
+    (32768, 512),
+    (7168, 2048),
+    (9216, 3072),
+    (3072, 3072),
+    (16384, 3072),
+    (3072, 8192),
+    (768, 768),
+    (3072, 768),
+    (768, 3072),
+    (1024, 1024),
+    (1024, 4096),
+    (128256, 4096),
+    (151936, 3584),
+    (256000, 2304),
+    (128, 4096),
+    (256, 7168),
+    (512, 8192),
+    (576, 16384),
+    (1024, 8192),
+    (4096, 496),
+    (2000, 1040),
+    (5120, 496),
+    (2304, 16384),
+    (1536, 7168),
+    (2048, 8192),
 )
 MOST_US = 2500  # of a product's operations at the peak
 LARGE_PART = 0.2  # of the products
@@ -96,8 +158,9 @@ def measure_one(kernels, product, choices):
     times = tune.first_us(kernels, product, choices)
     if not tune.is_large(product):
         return times
-    alone = {choice: tune.alone_us(kernels, product, choice)
-             for choice in sorted(times, key=times.get)[:LARGE_FINALISTS]}
+    alone = {
+        choice: tune.alone_us(kernels, product, choice) for choice in sorted(times, key=times.get)[:LARGE_FINALISTS]
+    }
     slower = median(us / times[choice] for choice, us in alone.items())
     return {choice: us * slower for choice, us in times.items()} | alone
 
@@ -109,8 +172,11 @@ def predict(costs, waves, k_tiles, copy):
 
 def terms_of(kernels, product):
     """What the model takes a time from, of each choice (kernel, swizzle) that it may make."""
-    return {choice: terms for choice in kernels.scaled_mm_choices(*product)
-            if (terms := kernels.scaled_mm_terms(*product, choice, SMS))}
+    return {
+        choice: terms
+        for choice in kernels.scaled_mm_choices(*product)
+        if (terms := kernels.scaled_mm_terms(*product, choice, SMS))
+    }
 
 
 class Measured:
@@ -132,8 +198,9 @@ class Measured:
                 if us := times[product].get(kernels.describe_scaled_mm(choice)):
                     column = self.kernels.index(choice[0])
                     self.us[row, column], self.terms[:, row, column] = us, of_choice
-        self.least = np.array([(least_k_tile_us(kernels.describe_scaled_mm((kernel, 1))), 0.01, 0.3, 0.8)
-                               for kernel in self.kernels])
+        self.least = np.array(
+            [(least_k_tile_us(kernels.describe_scaled_mm((kernel, 1))), 0.01, 0.3, 0.8) for kernel in self.kernels]
+        )
 
     def behind(self, costs, rows):
         """How many times as long as the fastest the model's choices take."""
@@ -160,7 +227,7 @@ def fit(measured, rows, steps=6000):
     known = np.isfinite(us)
     us = np.where(known, us, 1.0)
     behind = np.where(known, us / measured.fastest[rows, None], 1.0)
-    weights = np.where(known, behind ** -weight_power, 0.0)
+    weights = np.where(known, behind**-weight_power, 0.0)
     given = measured.terms[:, rows]
 
     def costs_of(x):
@@ -232,9 +299,13 @@ def fit_all(files):
         for kind in (kind for kind in KINDS if kind[0] == dtype):
             of_kind = np.array([(product.dtype, product.fast_accum) == kind for product in measured.products])
             mean, most, mean_out, most_out = (
-                of(ratios[of_kind]) for ratios in (behind, left_out) for of in (geometric_mean, max))
-            print(*kind, f"{of_kind.sum()} products: {mean:.3f} times the fastest's time, at most {most:.2f}; "
-                  f"{mean_out:.3f} where a fit leaves their weights out, at most {most_out:.2f}")
+                of(ratios[of_kind]) for ratios in (behind, left_out) for of in (geometric_mean, max)
+            )
+            print(
+                *kind,
+                f"{of_kind.sum()} products: {mean:.3f} times the fastest's time, at most {most:.2f}; "
+                f"{mean_out:.3f} where a fit leaves their weights out, at most {most_out:.2f}",
+            )
         found |= zip(measured.kernels, costs)
     TABLE.write_text(replace_costs(TABLE.read_text(), found))
 

@@ -45,7 +45,9 @@ def main():
     parser.add_argument("--out", help="CSV file to write")
     args = parser.parse_args()
     measure.open_gpu("programs.py")
-    products = shapes.products(model="llama-3-8b", shapes=None, m=[int(m) for m in args.m.split(",")], dtype=shapes.DTYPES)
+    products = shapes.products(
+        model="llama-3-8b", shapes=None, m=[int(m) for m in args.m.split(",")], dtype=shapes.DTYPES
+    )
     rows = []
     for product in tqdm(products, unit="product"):
         for name, us, other in rows_of(product):

@@ -45,10 +45,17 @@ def main():
                                 given["zero_point"] = jnp.full_like(given["scale"], -3, jnp.int32)
                         quantize = functools.partial(jax_qmm.quantize, qtype=qtype, axis=axis, **given)
                         took = measure.jit_us(quantize, [(x,) for x in xs])
-                        row = {"shape": "x".join(map(str, shape)), "dtype": jnp.dtype(dtype).name, "kind": name,
-                               "granularity": granularity, "mode": mode, "us": round(took, 2),
-                               "GB_per_s": round(moved / took * 1e-3), "copy_us": round(copy, 2),
-                               "percent_of_copy": round(100 * copy / took, 1)}
+                        row = {
+                            "shape": "x".join(map(str, shape)),
+                            "dtype": jnp.dtype(dtype).name,
+                            "kind": name,
+                            "granularity": granularity,
+                            "mode": mode,
+                            "us": round(took, 2),
+                            "GB_per_s": round(moved / took * 1e-3),
+                            "copy_us": round(copy, 2),
+                            "percent_of_copy": round(100 * copy / took, 1),
+                        }
                         rows.append(row)
                         print(*row.values(), sep="\t", flush=True)
     if args.out:

@@ -63,11 +63,13 @@ ScaledMmChoice choice(Pair pair) { return {pair.first, pair.second}; }
 }  // namespace
 
 NB_MODULE(_kernels, m) {
-  m.def("registrations", registrations,
-        "FFI targets and their handlers; or, where XLA takes handlers of the stage record, the one that registers all.");
+  m.def(
+      "registrations", registrations,
+      "FFI targets and their handlers; or, where XLA takes handlers of the stage record, the one that registers all.");
   m.def("count_recorded", count_recorded, "How many kernels were added to XLA's CUDA graphs or changed there.");
   m.def("ffi_api_version", [] { return std::pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); }, "Of the handlers' headers.");
-  m.def("architectures", [] { return std::vector<std::string>{JAX_QMM_ARCHS}; }, "GPU architectures with kernels here.");
+  m.def(
+      "architectures", [] { return std::vector<std::string>{JAX_QMM_ARCHS}; }, "GPU architectures with kernels here.");
   m.def(
       "select_scaled_mm",
       [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum, int sm_count) {
@@ -75,9 +77,7 @@ NB_MODULE(_kernels, m) {
         return Pair(chosen.instance, chosen.swizzle);
       },
       "The kernel (index, swizzle) for a product on a GPU with that many SMs.");
-  m.def(
-      "describe_scaled_mm", [](Pair chosen) { return describe_scaled_mm(choice(chosen)); },
-      "A kernel in words.");
+  m.def("describe_scaled_mm", [](Pair chosen) { return describe_scaled_mm(choice(chosen)); }, "A kernel in words.");
   m.def(
       "scaled_mm_choices",
       [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
@@ -96,11 +96,11 @@ NB_MODULE(_kernels, m) {
         if (!terms) return std::nullopt;
         return std::tuple(terms->waves, terms->k_tiles, terms->copy_us);
       },
-      "What the cost model takes a kernel's time from: waves, K tiles, microseconds of a copy. None where it never chooses it.");
+      "What the cost model takes a kernel's time from: waves, K tiles, microseconds of a copy. None where it never "
+      "chooses it.");
   m.def(
       "tune_scaled_mm",
-      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum,
-         Pair chosen) {
+      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum, Pair chosen) {
         tune_scaled_mm(shape(m, n, k, batch, in, out, fast_accum), choice(chosen));
       },
       "Fixes the kernel for a product in this process.");

@@ -5,7 +5,7 @@
 
 #include "launch.h"
 
-extern "C" const unsigned long long fatbinData[];  // nvcc's name for the device code of the file that includes this
+extern "C" unsigned long long const fatbinData[];  // nvcc's name for the device code of the file that includes this
 
 namespace jax_qmm {
 

@@ -1,12 +1,12 @@
-// Kernel launches as values, so that one piece of code fills them and another decides where they go: on a stream, or into
-// the CUDA graph of an XLA program (ffi/queue.h).
+// Kernel launches as values, so that one piece of code fills them and another decides where they go: on a stream, or
+// into the CUDA graph of an XLA program (ffi/queue.h).
 #pragma once
+
+#include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <functional>
 #include <vector>
-
-#include <cuda_runtime_api.h>
 
 namespace jax_qmm {
 

@@ -1,14 +1,15 @@
 // For what a device needs before its first launch.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <atomic>
 #include <cstdint>
 
-#include <cuda_runtime_api.h>
-
 namespace jax_qmm {
 
-// Calls f if it has not succeeded on the current device. `done` keeps a bit for each device; doing it twice is harmless.
+// Calls f if it has not succeeded on the current device. `done` keeps a bit for each device; doing it twice is
+// harmless.
 template <class F>
 cudaError_t once_per_device(std::atomic<uint64_t>& done, F f) {
   int device;

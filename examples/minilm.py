@@ -182,7 +182,7 @@ def encode(model, tokenizer: Tokenizer, texts: list[str], label: str) -> tuple[n
     seconds = 0.0
     with tqdm(total=len(texts), desc=label, unit="paragraph") as bar:
         for start in range(0, len(texts), BATCH):
-            chosen = order[start:start + BATCH]
+            chosen = order[start : start + BATCH]
             padding = [""] * (BATCH - len(chosen))
             tokens = tokenizer.encode_batch([texts[i] for i in chosen] + padding)
             ids = jnp.asarray([t.ids for t in tokens])
@@ -192,7 +192,7 @@ def encode(model, tokenizer: Tokenizer, texts: list[str], label: str) -> tuple[n
             begin = time.perf_counter()
             out = jax.block_until_ready(compiled[ids.shape](state, ids, mask))
             seconds += time.perf_counter() - begin
-            vectors[chosen] = np.asarray(out)[:len(chosen)]
+            vectors[chosen] = np.asarray(out)[: len(chosen)]
             bar.update(len(chosen))
     return vectors, seconds
 
@@ -219,15 +219,17 @@ def compare(model: MiniLM, tokenizer: Tokenizer, texts: list[str]) -> list[dict]
         vectors, seconds = encode(variant, tokenizer, texts, name)
         exact = vectors if exact is None else exact
         cosine = (vectors * exact).sum(-1)
-        rows.append({
-            "model": name,
-            "mean_cosine": float(cosine.mean()),
-            "min_cosine": float(cosine.min()),
-            "same_neighbour": float((nearest(vectors) == nearest(exact)).mean()),
-            "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(variant, nnx.Param))),
-            "seconds": seconds,
-            "runs_on": runs_on,
-        })
+        rows.append(
+            {
+                "model": name,
+                "mean_cosine": float(cosine.mean()),
+                "min_cosine": float(cosine.min()),
+                "same_neighbour": float((nearest(vectors) == nearest(exact)).mean()),
+                "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(variant, nnx.Param))),
+                "seconds": seconds,
+                "runs_on": runs_on,
+            }
+        )
     return rows
 
 
@@ -256,9 +258,11 @@ def main() -> None:
 
     print("\nmodel            mean cosine  min cosine  same neighbour     MiB  seconds  runs on")
     for row in rows:
-        print(f"{row['model']:15}  {row['mean_cosine']:11.5f}  {row['min_cosine']:10.5f}  "
-              f"{row['same_neighbour']:14.1%}  {row['bytes'] / 2**20:6.1f}  {row['seconds']:7.2f}  "
-              f"{row['runs_on']}")
+        print(
+            f"{row['model']:15}  {row['mean_cosine']:11.5f}  {row['min_cosine']:10.5f}  "
+            f"{row['same_neighbour']:14.1%}  {row['bytes'] / 2**20:6.1f}  {row['seconds']:7.2f}  "
+            f"{row['runs_on']}"
+        )
     if any(row["runs_on"].startswith("reference") for row in rows):
         print("Seconds of the reference show that it works without a GPU, not how fast the kernels are.")
     if options.json:

@@ -36,6 +36,7 @@ def __getattr__(name):
         try:
             return importlib.import_module(f"jax_qmm.{name}")
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f'jax_qmm.{name} needs {error.name}: pip install "jax_qmm[flax]"',
-                                      name=error.name) from error
+            raise ModuleNotFoundError(
+                f'jax_qmm.{name} needs {error.name}: pip install "jax_qmm[flax]"', name=error.name
+            ) from error
     raise AttributeError(f"module 'jax_qmm' has no attribute {name!r}")

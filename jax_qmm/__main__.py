@@ -38,32 +38,44 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("python -m jax_qmm", description="Quantized matrix multiplication for JAX.")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     demo = commands.add_parser(
-        "demo", help="train a small transformer on handwritten digits and quantize it three ways")
+        "demo", help="train a small transformer on handwritten digits and quantize it three ways"
+    )
     demo.add_argument("--png", type=output_file, metavar="FILE", help="also draw the comparison as a PNG")
     demo.add_argument("--seed", type=int, default=0, help="of split, parameters and order (%(default)s)")
     demo.add_argument("--epochs", type=positive, default=20, help="passes over the images (%(default)s)")
     demo.set_defaults(run=run_demo)
 
     bench = commands.add_parser(
-        "bench", help="measure the kernels against the roofline, XLA and cuBLASLt on this GPU",
+        "bench",
+        help="measure the kernels against the roofline, XLA and cuBLASLt on this GPU",
         description="Measures the kernels on this GPU against the roofline, XLA and, where PyTorch is "
-                    "installed, cuBLASLt. Ctrl-C reports what is measured by then.")
+        "installed, cuBLASLt. Ctrl-C reports what is measured by then.",
+    )
     add_arguments(bench)
-    bench.add_argument("--peers", type=peers, default="xla,cublaslt", metavar="xla,cublaslt",
-                       help='"xla", "cublaslt", both or "none" (%(default)s)')
+    bench.add_argument(
+        "--peers",
+        type=peers,
+        default="xla,cublaslt",
+        metavar="xla,cublaslt",
+        help='"xla", "cublaslt", both or "none" (%(default)s)',
+    )
     bench.add_argument("--csv", type=output_file, metavar="FILE", help="also write the figures as CSV")
-    bench.add_argument("--png", type=output_file, metavar="FILE",
-                       help="also draw what is achieved of the roofline by M")
+    bench.add_argument(
+        "--png", type=output_file, metavar="FILE", help="also draw what is achieved of the roofline by M"
+    )
     bench.set_defaults(run=run_bench)
 
     tune = commands.add_parser(
-        "tune", help="measure every kernel on this GPU and remember the fastest",
+        "tune",
+        help="measure every kernel on this GPU and remember the fastest",
         description="Measures every kernel on this GPU and writes the fastest to a file, which later "
-                    "processes load: that of JAX_QMM_TUNING, or else of the user's cache directory. Ctrl-C "
-                    "keeps what is measured by then.")
+        "processes load: that of JAX_QMM_TUNING, or else of the user's cache directory. Ctrl-C "
+        "keeps what is measured by then.",
+    )
     add_arguments(tune)
-    tune.add_argument("--out-dtype", choices=OUT_DTYPES, nargs="+", default=["bfloat16"],
-                      help="of the results (bfloat16)")
+    tune.add_argument(
+        "--out-dtype", choices=OUT_DTYPES, nargs="+", default=["bfloat16"], help="of the results (bfloat16)"
+    )
     tune.add_argument("--file", type=user_path, metavar="PATH", help="the file to write, or to add to")
     tune.set_defaults(run=run_tune)
     return top
@@ -84,8 +96,7 @@ def load(command: str, module: str, install: str | None = None):
         package = error.name.partition(".")[0]
         if package not in OPTIONAL_PACKAGES:
             raise
-        sys.exit(f"the {command} needs the package {package!r}, which is absent: "
-                 f"pip install {install or package}")
+        sys.exit(f"the {command} needs the package {package!r}, which is absent: pip install {install or package}")
 
 
 def run_demo(**options) -> None:

@@ -48,8 +48,9 @@ def align_varying(arrays):
     """Casts all arrays to vary over the manual mesh axes that one of them varies over, as jax.lax does."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     union = frozenset().union(*varying)
-    return [jax.lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x
-            for x, v in zip(arrays, varying)]
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x for x, v in zip(arrays, varying)
+    ]
 
 
 def zero_tangent(x):

@@ -49,8 +49,10 @@ def fallback_reason(platform: str) -> str | None:
             return why
         built = kernels.architectures()
         if gpu.compute_capability.replace(".", "") not in (arch.rstrip("a") for arch in built):
-            return (f"{gpu.device_kind} has compute capability {gpu.compute_capability}; "
-                    f"this build has kernels for {', '.join(built)}")
+            return (
+                f"{gpu.device_kind} has compute capability {gpu.compute_capability}; "
+                f"this build has kernels for {', '.join(built)}"
+            )
     _load_tuning()
     return None
 

@@ -115,7 +115,7 @@ def train(images, labels, *, epochs: int, seed: int) -> DigitTransformer:
     rng = np.random.default_rng(seed)
     with tqdm(total=epochs * steps, desc="train", unit="step") as bar:
         for _ in range(epochs):
-            for chosen in rng.permutation(len(images))[:steps * BATCH].reshape(steps, BATCH):
+            for chosen in rng.permutation(len(images))[: steps * BATCH].reshape(steps, BATCH):
                 loss = train_step(model, optimizer, images[chosen], labels[chosen])
                 bar.update()
             bar.set_postfix(loss=f"{loss:.4f}")
@@ -182,23 +182,34 @@ def compare(model, images, labels) -> list[Result]:
     for name, (variant, runs_on, operations) in tqdm(variants.items(), desc="run", unit="model"):
         logits, seconds = run_batch(variant, images)
         exact = logits if exact is None else exact
-        results.append(Result(
-            name=name,
-            accuracy=float((logits.argmax(-1) == labels).mean()),
-            nbytes=reports.nbytes(nnx.state(variant, nnx.Param)),
-            logit_difference=float(np.abs(logits - exact).max()),
-            seconds=seconds,
-            runs_on=runs_on,
-            operations=operations,
-        ))
+        results.append(
+            Result(
+                name=name,
+                accuracy=float((logits.argmax(-1) == labels).mean()),
+                nbytes=reports.nbytes(nnx.state(variant, nnx.Param)),
+                logit_difference=float(np.abs(logits - exact).max()),
+                seconds=seconds,
+                runs_on=runs_on,
+                operations=operations,
+            )
+        )
     return results
 
 
 def table(results: list[Result]) -> str:
     """The results as text: what ran where in each quantized model, then a line for each model."""
     header = ("model", "accuracy", "parameters", "largest logit difference", "time per batch", "runs on")
-    rows = [(r.name, f"{r.accuracy:.1%}", reports.format_bytes(r.nbytes), f"{r.logit_difference:.4f}",
-             f"{r.seconds * 1e3:.2f} ms", r.runs_on) for r in results]
+    rows = [
+        (
+            r.name,
+            f"{r.accuracy:.1%}",
+            reports.format_bytes(r.nbytes),
+            f"{r.logit_difference:.4f}",
+            f"{r.seconds * 1e3:.2f} ms",
+            r.runs_on,
+        )
+        for r in results
+    ]
     operations = [f"{r.name}: {r.operations}\n" for r in results if r.operations]
     return "\n".join([*operations, reports.format_table(header, rows)])
 

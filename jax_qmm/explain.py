@@ -54,7 +54,8 @@ class Explanation:
             return "no quantized operation"
         return report.format_table(
             ("op", "inputs", "out", "count", "inside", "runs on"),
-            [(row.op, row.inputs, row.out, row.count, row.inside, row.runs_on) for row in self.rows])
+            [(row.op, row.inputs, row.out, row.count, row.inside, row.runs_on) for row in self.rows],
+        )
 
 
 def explain(fn: Callable, *args, **kwargs) -> Explanation:
@@ -162,5 +163,4 @@ def _kernel_of_scaled_mm(eqn):
     rows, batch = math.prod(a.shape[num_batch:-1]), math.prod(out.shape[:num_batch])
     if not all(isinstance(dim, int) for dim in (rows, *b.shape[-2:], batch)):
         return "kernel, chosen at run time: the shapes are symbolic"
-    return _ffi.describe_scaled_mm(
-        rows, *b.shape[-2:], batch, a.dtype, out.dtype, eqn.params["fast_accum"])
+    return _ffi.describe_scaled_mm(rows, *b.shape[-2:], batch, a.dtype, out.dtype, eqn.params["fast_accum"])

@@ -126,8 +126,10 @@ def takes_calibration(scheme: W8A8) -> bool:
 def check_calibration(paths: Collection[str]) -> None:
     """Raises ValueError if there is no layer to calibrate."""
     if not paths:
-        raise ValueError("calibration was given, but none of the layers to quantize takes it: that needs a "
-                         "scheme with activation='per_tensor' and no activation_scale")
+        raise ValueError(
+            "calibration was given, but none of the layers to quantize takes it: that needs a "
+            "scheme with activation='per_tensor' and no activation_scale"
+        )
 
 
 def check_ranges(ranges: Mapping[str, tuple[jax.Array, jax.Array]]) -> None:
@@ -153,8 +155,9 @@ def describe(scheme: W8A8, static=None) -> str:
 def static_leaves(scale, zero_point, stack=()):
     """A static scale and zero point (either may be None) as arrays, repeated for a stack of layers."""
     given = (scale, jnp.float32), (zero_point, jnp.int32)
-    return tuple(value if value is None else jnp.broadcast_to(jnp.asarray(value, dtype), stack)
-                 for value, dtype in given)
+    return tuple(
+        value if value is None else jnp.broadcast_to(jnp.asarray(value, dtype), stack) for value, dtype in given
+    )
 
 
 def without_static(scheme: W8A8) -> W8A8:

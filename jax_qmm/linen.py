@@ -62,8 +62,7 @@ class QuantDense(nn.Dense):
         return _run(self, _Layer(self.scheme, self.param_dtype), inputs)
 
     @classmethod
-    def from_dense(
-            cls, dense: nn.Dense, variables: Variables, scheme: W8A8 = W8A8()) -> tuple[QuantDense, dict]:
+    def from_dense(cls, dense: nn.Dense, variables: Variables, scheme: W8A8 = W8A8()) -> tuple[QuantDense, dict]:
         """Converts a trained layer; `dense` and `variables` stay as they are.
 
         Args:
@@ -90,8 +89,9 @@ class QuantDense(nn.Dense):
             raise ValueError(f"dense can't be quantized: {reason}")
         params["kernel"] = layers.quantize_kernel(params["kernel"], (-2,), scheme)
         params |= _static_params(scheme)
-        fields = {field.name: getattr(dense, field.name) for field in dataclasses.fields(nn.Dense)
-                  if field.name != "parent"}
+        fields = {
+            field.name: getattr(dense, field.name) for field in dataclasses.fields(nn.Dense) if field.name != "parent"
+        }
         return cls(**fields, scheme=scheme), {**variables, "params": params}
 
 
@@ -141,7 +141,8 @@ class QuantizedModel(nn.Module):
         if context.method_name == "__call__" and not isinstance(module, linen_layers.LAYERS):
             raise TypeError(
                 f"the kernel of {'/'.join(module.path)} was quantized, but {type(module).__name__} can't use "
-                "it: keep it from the rules of quantize_model, or give that an example to tell the layers by")
+                "it: keep it from the rules of quantize_model, or give that an example to tell the layers by"
+            )
         return next_function(*args, **kwargs)
 
 
@@ -239,18 +240,27 @@ def quantize_model(
             static = layers.static_range(*map(jnp.asarray, ranges[name]), scheme)
         elif ranges and name in wanted:
             note = "no calibration batch reached it: its scale is computed at each call"
-        stack = own["kernel"].shape[:own["kernel"].ndim - len(kernel.shape)]
-        own = {**own, "kernel": layers.quantize_kernel(own["kernel"], kernel.contracted, scheme),
-               **_static_params(scheme, static, stack)}
+        stack = own["kernel"].shape[: own["kernel"].ndim - len(kernel.shape)]
+        own = {
+            **own,
+            "kernel": layers.quantize_kernel(own["kernel"], kernel.contracted, scheme),
+            **_static_params(scheme, static, stack),
+        }
         params |= {(*path, leaf): value for leaf, value in own.items() if leaf != "bias"}
         how[name] = _Layer(layers.without_static(scheme), found[path]["kernel"].dtype)
-        rows.append(report.LayerRow(name, kernel.op, layers.describe(scheme, static), report.runs_on(),
-                                    before, report.nbytes(own), note))
+        rows.append(
+            report.LayerRow(
+                name, kernel.op, layers.describe(scheme, static), report.runs_on(), before, report.nbytes(own), note
+            )
+        )
 
     quantized = {**variables, "params": traverse_util.unflatten_dict(params)}
     totals = (report.nbytes(tree["params"]) for tree in (variables, quantized))
-    return (QuantizedModel(model, how), freeze(quantized) if isinstance(variables, FrozenDict) else quantized,
-            report.Report(tuple(rows), book.unused(), *totals))
+    return (
+        QuantizedModel(model, how),
+        freeze(quantized) if isinstance(variables, FrozenDict) else quantized,
+        report.Report(tuple(rows), book.unused(), *totals),
+    )
 
 
 def _layers(params):
@@ -275,7 +285,7 @@ def _tell(path, own, found, called):
         reason = "quantized already"
     elif kernel.dtype not in SCALE_DTYPES:
         reason = f"its kernel has dtype {kernel.dtype}"
-    elif kernel.shape[kernel.ndim - len(told.shape):] != told.shape:
+    elif kernel.shape[kernel.ndim - len(told.shape) :] != told.shape:
         reason = f"its kernel has shape {kernel.shape}, which does not end in {told.shape}"
     return dataclasses.replace(told, reason=reason)
 
@@ -327,8 +337,10 @@ def _run(module, layer, inputs, einsum_str=None):
     axis, batch = -1, ()
     if isinstance(module, nn.DenseGeneral):
         axis, batch = module.axis, module.batch_dims
-    axis, batch = (tuple(sorted(i % inputs.ndim for i in (axes if isinstance(axes, Sequence) else [axes])))
-                   for axes in (axis, batch))
+    axis, batch = (
+        tuple(sorted(i % inputs.ndim for i in (axes if isinstance(axes, Sequence) else [axes])))
+        for axes in (axis, batch)
+    )
     n = len(batch)
     numbers = (axis, tuple(range(n, n + len(axis)))), (batch, tuple(range(n)))
     return layers.product(inputs, kernel, numbers, bias, dtype, **options)

@@ -40,7 +40,8 @@ def is_call_of_layer(context: nn.module.InterceptorContext) -> bool:
     """
     function = context.orig_method.func
     return function.__module__ == "flax.linen.linear" and function.__qualname__ in {
-        f"{layer.__name__}.__call__" for layer in LAYERS}
+        f"{layer.__name__}.__call__" for layer in LAYERS
+    }
 
 
 def own_callable(module: nn.Module) -> str | None:
@@ -81,8 +82,11 @@ def guess(path: tuple[str, ...], params: Mapping[str, Any], siblings: Collection
         told = list(_splits(kernel, bias))
         if len(told) == 1:
             return dataclasses.replace(told[0], op=_own_name(name, told[0].op))
-    return Kernel("?", reason=f"no telling what it does with a kernel of shape {kernel} and "
-                              f"{'no bias' if bias is None else f'a bias of shape {bias}'}: give an example")
+    return Kernel(
+        "?",
+        reason=f"no telling what it does with a kernel of shape {kernel} and "
+        f"{'no bias' if bias is None else f'a bias of shape {bias}'}: give an example",
+    )
 
 
 def _own_name(name, default):
@@ -99,7 +103,7 @@ def _splits(kernel, bias):
     n_in = len(kernel) - len(bias)
     for n_out in range(1, len(bias) + 1):
         stack = len(bias) - n_out
-        if n_in >= 1 and not n_in > 1 == n_out and bias == kernel[:stack] + kernel[len(kernel) - n_out:]:
+        if n_in >= 1 and not n_in > 1 == n_out and bias == kernel[:stack] + kernel[len(kernel) - n_out :]:
             rank = n_in + n_out
             op = "Dense" if rank == 2 else "DenseGeneral"
             yield Kernel(op, tuple(range(-rank, -n_out)), kernel[stack:])
@@ -150,8 +154,7 @@ class Observer:
             note(low, high)
             return inputs
         # nn.scan takes a callback with a side effect for a broken promise, so this one is part of the data.
-        zero = jax.pure_callback(
-            note, jax.ShapeDtypeStruct((), jnp.float32), low, high, vmap_method="broadcast_all")
+        zero = jax.pure_callback(note, jax.ShapeDtypeStruct((), jnp.float32), low, high, vmap_method="broadcast_all")
         return inputs + zero.astype(inputs.dtype)
 
 

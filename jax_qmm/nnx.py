@@ -50,8 +50,7 @@ class QuantLinear(nnx.Linear):
     (2, 4)
     """
 
-    def __init__(self, in_features: int, out_features: int, *, scheme: W8A8 = W8A8(), rngs: nnx.Rngs,
-                 **options):
+    def __init__(self, in_features: int, out_features: int, *, scheme: W8A8 = W8A8(), rngs: nnx.Rngs, **options):
         for name in ("dot_general", "promote_dtype"):
             if name in options:
                 raise TypeError(f"QuantLinear brings its own {name}")
@@ -83,10 +82,19 @@ class QuantLinear(nnx.Linear):
         if reason:
             raise ValueError(f"linear can't be quantized: {reason}")
         given = lambda variable: lambda key, shape, dtype: variable[...]
-        return cls(linear.in_features, linear.out_features, scheme=scheme, use_bias=linear.bias is not None,
-                   dtype=linear.dtype, param_dtype=linear.param_dtype, precision=linear.precision,
-                   kernel_init=given(linear.kernel), bias_init=given(linear.bias),
-                   preferred_element_type=linear.preferred_element_type, rngs=nnx.Rngs(0))
+        return cls(
+            linear.in_features,
+            linear.out_features,
+            scheme=scheme,
+            use_bias=linear.bias is not None,
+            dtype=linear.dtype,
+            param_dtype=linear.param_dtype,
+            precision=linear.precision,
+            kernel_init=given(linear.kernel),
+            bias_init=given(linear.bias),
+            preferred_element_type=linear.preferred_element_type,
+            rngs=nnx.Rngs(0),
+        )
 
 
 def quantize_model(
@@ -214,7 +222,7 @@ def _contracted(layer):
         return (), "quantized already"
     if kernel.dtype not in SCALE_DTYPES:
         return (), f"its kernel has dtype {kernel.dtype}"
-    if kernel.shape[kernel.ndim - len(shape):] != shape:
+    if kernel.shape[kernel.ndim - len(shape) :] != shape:
         return (), f"its kernel has shape {kernel.shape}, which does not end in {shape}"
     if getattr(layer, "dot_general_cls", None) or product not in (None, jax.lax.dot_general, jnp.einsum):
         return (), f"it brings its own {_product_name(layer)}"
@@ -234,7 +242,7 @@ def _contracted(layer):
 def _quantize_layer(layer, contracted, scheme, static=None):
     """Quantizes a layer in place. `static`: scale and zero point of its input, or those of the scheme."""
     kernel = layer.kernel.get_value()
-    stack = kernel.shape[:kernel.ndim - len(_kernel_shape(layer))]
+    stack = kernel.shape[: kernel.ndim - len(_kernel_shape(layer))]
     layer.kernel = nnx.Param(layers.quantize_kernel(kernel, contracted, scheme))
     static = layers.static_leaves(*static or (scheme.activation_scale, scheme.activation_zero_point), stack)
     layer.promote_dtype = _Promote(jnp.dtype(kernel.dtype), isinstance(layer, nnx.Linear))
@@ -284,8 +292,7 @@ class _Product(nnx.Module):
         options["scheme"] = layers.with_static(self.scheme, read(self.scale), read(self.zero_point))
         if isinstance(operands[0], str):
             equation, inputs, kernel = operands
-            return layers.einsum_product(
-                equation, inputs, kernel.qarray, kernel.bias, kernel.dtype, **options)
+            return layers.einsum_product(equation, inputs, kernel.qarray, kernel.bias, kernel.dtype, **options)
         inputs, kernel, numbers = operands
         return layers.product(inputs, kernel.qarray, numbers, kernel.bias, kernel.dtype, **options)
 
@@ -320,11 +327,14 @@ def _calibrate(model, paths, batches, forward):
     for path, layer in _layers(probe).items():
         if path in paths:
             kernel = layer.kernel.get_value()
-            recorders[path] = _Recorder(kernel.shape[:kernel.ndim - len(_kernel_shape(layer))])
+            recorders[path] = _Recorder(kernel.shape[: kernel.ndim - len(_kernel_shape(layer))])
             layer.promote_dtype = nnx.data(recorders[path])
     for batch in tqdm(batches, desc="calibrating", unit="batch"):
         forward(probe, batch)
-    ranges = {path: (recorder.low[...], recorder.high[...])
-              for path, recorder in recorders.items() if recorder.reached[...].all()}
+    ranges = {
+        path: (recorder.low[...], recorder.high[...])
+        for path, recorder in recorders.items()
+        if recorder.reached[...].all()
+    }
     layers.check_ranges(ranges)
     return ranges

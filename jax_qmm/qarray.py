@@ -67,15 +67,15 @@ class QArray:
                 raise TypeError(f"{name} has dtype {leaf.dtype}, needs {needs}")
         shape, scale_shape = self.qvalue.shape, self.scale.shape
         if len(shape) != len(scale_shape) or not all(map(_divides, scale_shape, shape)):
-            raise ValueError(f"scale has shape {scale_shape}, needs the rank of qvalue {shape} "
-                             "and dimensions that divide its dimensions")
+            raise ValueError(
+                f"scale has shape {scale_shape}, needs the rank of qvalue {shape} "
+                "and dimensions that divide its dimensions"
+            )
         if self.zero_point is not None:
             if self.qtype != jnp.int8:
                 raise TypeError(f"zero_point was given with qvalue of dtype {self.qtype}, needs int8")
             if self.zero_point.shape != scale_shape:
-                raise ValueError(
-                    f"zero_point has shape {self.zero_point.shape}, needs that of scale {scale_shape}"
-                )
+                raise ValueError(f"zero_point has shape {self.zero_point.shape}, needs that of scale {scale_shape}")
         sums = () if self.azp_adj is None else self.azp_adj.shape
         if sums and (len(sums) != len(shape) or any(n not in (1, size) for n, size in zip(sums, shape))):
             raise ValueError(f"azp_adj has shape {sums}, needs that of qvalue {shape} with 1 on summed axes")
@@ -187,8 +187,10 @@ class QArray:
 
     def __getitem__(self, index):
         if index is not Ellipsis:  # flax.nnx reads its parameters by `param[...]`
-            raise TypeError(f"a QArray can only be indexed by [...], got {index!r}; "
-                            "to take one of a stack: jax.tree.map(lambda leaf: leaf[i], q)")
+            raise TypeError(
+                f"a QArray can only be indexed by [...], got {index!r}; "
+                "to take one of a stack: jax.tree.map(lambda leaf: leaf[i], q)"
+            )
         return self
 
     def __repr__(self):

@@ -45,10 +45,15 @@ def sums(a, b, num_batch=0):
     labels_a = [i for i in (*batch, *rows, k) if i not in ones_a]
     labels_b = [i for i in (*batch, n, k) if i not in ones_b]
     ones = set(ones_a) & set(ones_b)
-    out = jnp.einsum(a.squeeze(ones_a), labels_a, b.squeeze(ones_b), labels_b,
-                     [i for i in (*batch, *rows, n) if i not in ones],
-                     precision=jax.lax.Precision.HIGHEST,
-                     preferred_element_type=jnp.int32 if a.dtype == jnp.int8 else jnp.float32)
+    out = jnp.einsum(
+        a.squeeze(ones_a),
+        labels_a,
+        b.squeeze(ones_b),
+        labels_b,
+        [i for i in (*batch, *rows, n) if i not in ones],
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.int32 if a.dtype == jnp.int8 else jnp.float32,
+    )
     return jnp.expand_dims(out, tuple(ones))
 
 
@@ -60,8 +65,9 @@ def epilogue(acc, *, num_batch=0, out_dtype, **vectors):
     if out_dtype == jnp.int32:
         return acc
     scale_a, scale_b, bias = (
-        along_output(vectors[name], name, acc.ndim, num_batch).astype(jnp.float32)
-        if name in vectors else None for name in ("scale_a", "scale_b", "bias"))
+        along_output(vectors[name], name, acc.ndim, num_batch).astype(jnp.float32) if name in vectors else None
+        for name in ("scale_a", "scale_b", "bias")
+    )
     out = acc.astype(jnp.float32)
     if scale_b is not None:
         out = scale_b * out

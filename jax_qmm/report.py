@@ -112,8 +112,18 @@ class Report:
     def __str__(self):
         table = format_table(
             ("path", "op", "scheme", "runs on", "bytes", "reason"),
-            [(row.path or "(the model)", row.op, row.scheme or "skipped", row.runs_on,
-              _change(row.bytes_before, row.bytes_after), row.reason) for row in self.rows])
+            [
+                (
+                    row.path or "(the model)",
+                    row.op,
+                    row.scheme or "skipped",
+                    row.runs_on,
+                    _change(row.bytes_before, row.bytes_after),
+                    row.reason,
+                )
+                for row in self.rows
+            ],
+        )
         lines = [table] if self.rows else ["no layer holds a weight of two or more dimensions"]
         lines += [f"matched nothing: {rule}" for rule in self.unused_rules]
         total = _change(self.total_before, self.total_after)

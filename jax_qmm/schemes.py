@@ -34,6 +34,7 @@ class W8A8:
     >>> W8A8("int8", symmetric=False, activation_scale=0.1, activation_zero_point=-3)
     W8A8(int8, per_tensor static, asymmetric)
     """
+
     dtype: Any = jnp.int8
     activation: str = "per_token"
     symmetric: bool = True
@@ -78,6 +79,7 @@ class Rule:
     >>> Rule(".*mlp.*", W8A8())
     Rule(path='.*mlp.*', scheme=W8A8(int8, per_token))
     """
+
     path: str
     scheme: W8A8
 

@@ -95,8 +95,9 @@ def save(path: Path, gpu, entries: Iterable[Entry]) -> None:
     Raises:
       OSError: if the file can't be written.
     """
-    products = [{**e.product._asdict(), "kernel": e.kernel, "microseconds": round(e.microseconds, 3)}
-                for e in sorted(entries)]
+    products = [
+        {**e.product._asdict(), "kernel": e.kernel, "microseconds": round(e.microseconds, 3)} for e in sorted(entries)
+    ]
     # One line an entry: small, and readable in a diff.
     lines = ",\n".join("  " + json.dumps(product) for product in products)
     head = json.dumps({"format": FORMAT, "device_kind": gpu.device_kind, "sm_count": gpu.core_count})
@@ -172,7 +173,10 @@ def apply(kernels, gpu) -> None:
             # Nobody said that there is one: the package has none for most GPUs, and few users have one.
             expected = file is own and ("JAX_QMM_TUNING" in os.environ or not isinstance(error.__cause__, OSError))
             if expected:
-                warnings.warn(f"the tuning file {file} is refused: {error}. The defaults serve; remove the file, "
-                              "or set JAX_QMM_TUNING to another or to 0.", stacklevel=2)
+                warnings.warn(
+                    f"the tuning file {file} is refused: {error}. The defaults serve; remove the file, "
+                    "or set JAX_QMM_TUNING to another or to 0.",
+                    stacklevel=2,
+                )
     for entry in entries:
         kernels.tune_scaled_mm(*entry.product, choices(kernels, entry.product)[entry.kernel])

@@ -59,6 +59,7 @@ def extension():
 @pytest.fixture(scope="session")
 def load_script():
     """Imports a script that is no part of the package, by its path from the project's root."""
+
     def load(path):
         path = Path(__file__).parents[1] / path
         spec = importlib.util.spec_from_file_location(path.stem, path)

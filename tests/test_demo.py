@@ -51,8 +51,12 @@ def test_bytes_are_those_of_the_arrays(results):
     before = sum(p.size * 4 for p in nnx.to_flat_state(nnx.state(model, nnx.Param)).leaves)
     symmetric = before - sum(k.size * 3 for k in kernels)  # and a float32 scale for each channel
     channels = (demo.WIDTH * 4 + 3 * demo.WIDTH) * demo.BLOCKS + demo.WIDTH + demo.CLASSES
-    assert [r.nbytes for r in results] == [before, symmetric + 4 * channels, symmetric + 8 * channels,
-                                           symmetric + 4 * channels]
+    assert [r.nbytes for r in results] == [
+        before,
+        symmetric + 4 * channels,
+        symmetric + 8 * channels,
+        symmetric + 4 * channels,
+    ]
 
 
 def test_the_table_says_what_ran_where(results):
@@ -102,11 +106,14 @@ def test_no_command_prints_the_help(capsys):
     assert "demo" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--png", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
-    (["--png", "/"], "/ is a folder"),
-    (["--epochs", "0"], "0 is not positive"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--png", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
+        (["--png", "/"], "/ is a folder"),
+        (["--epochs", "0"], "0 is not positive"),
+    ],
+)
 def test_bad_arguments_are_refused_before_the_training(arguments, message, capsys):
     with pytest.raises(SystemExit):
         command_line.main(["demo", *arguments])

@@ -8,8 +8,9 @@ import pytest
 
 import jax_qmm
 
-_MODULES = sorted(m.name for m in pkgutil.walk_packages(jax_qmm.__path__, "jax_qmm.")
-                  if not m.name.endswith(("__main__", "_kernels")))
+_MODULES = sorted(
+    m.name for m in pkgutil.walk_packages(jax_qmm.__path__, "jax_qmm.") if not m.name.endswith(("__main__", "_kernels"))
+)
 
 
 @pytest.mark.parametrize("name", ["jax_qmm", *_MODULES])

@@ -30,8 +30,10 @@ def looped(x, w):
 def test_rows():
     table = explain(product, X, W)
     rows = [(row.op, row.inputs, row.out, row.count, row.inside) for row in table.rows]
-    assert rows == [("quantize (dynamic, per row)", "float32[8,32]", "int8[8,32]", 1, ""),
-                    ("scaled_mm (scale_a, scale_b)", "int8[8,32] x int8[16,32]", "bfloat16[8,16]", 1, "")]
+    assert rows == [
+        ("quantize (dynamic, per row)", "float32[8,32]", "int8[8,32]", 1, ""),
+        ("scaled_mm (scale_a, scale_b)", "int8[8,32] x int8[16,32]", "bfloat16[8,16]", 1, ""),
+    ]
     assert {row.runs_on for row in table.rows} == {"reference: platform cpu has no kernels"}
     lines = str(table).splitlines()
     assert lines[0].split() == ["op", "inputs", "out", "count", "runs", "on"]
@@ -72,17 +74,21 @@ def custom_vjp(x, w):
 custom_vjp.defvjp(lambda x, w: (product(x, w), ()), lambda residuals, g: (None, None))
 
 
-@pytest.mark.parametrize("fn, count, inside, m", [
-    (jax.jit(product), 1, "", 8),
-    (jax.checkpoint(product), 1, "", 8),
-    (custom_jvp, 1, "", 8),
-    (custom_vjp, 1, "", 8),
-    (looped, 5, "scan", 8),
-    (nested, 15, "scan > scan", 8),
-    (while_loop, 1, "while", 8),
-    (cond, 3, "cond", 8),
-    (sharded, 1, "shard_map", 2),
-], ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    "fn, count, inside, m",
+    [
+        (jax.jit(product), 1, "", 8),
+        (jax.checkpoint(product), 1, "", 8),
+        (custom_jvp, 1, "", 8),
+        (custom_vjp, 1, "", 8),
+        (looped, 5, "scan", 8),
+        (nested, 15, "scan > scan", 8),
+        (while_loop, 1, "while", 8),
+        (cond, 3, "cond", 8),
+        (sharded, 1, "shard_map", 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_control_flow(fn, count, inside, m):
     row = explain(fn, X, W).rows[-1]
     assert (row.count, row.inside) == (count, inside)
@@ -102,7 +108,8 @@ def test_static_quantizers_and_those_without_a_kernel():
     assert [(row.op, row.runs_on.split(":")[1]) for row in table.rows] == [
         ("quantize (dynamic, per column)", " its scales are not one per row"),
         ("quantize (static, per row)", " platform cpu has no kernels"),
-        ("quantize (dynamic, per tensor)", " platform cpu has no kernels")]
+        ("quantize (dynamic, per tensor)", " platform cpu has no kernels"),
+    ]
 
 
 def test_dequantized_products_are_named_with_the_reason():
@@ -130,8 +137,10 @@ def test_kernels_are_named_where_there_are_some(monkeypatch):
     assert [row.runs_on for row in table.rows] == ["kernel", "tile 128x128x128"]
     fp8 = {"scheme": W8A8("float8_e4m3fn"), "precision": jax.lax.Precision.HIGHEST}
     explain(lambda x, q: matmul(x, q, **fp8), wide, q)
-    assert asked == [(8, 16, 32, 2, jnp.int8, jnp.bfloat16, False),
-                     (24, 16, 32, 1, jnp.float8_e4m3fn, jnp.float32, False)]
+    assert asked == [
+        (8, 16, 32, 2, jnp.int8, jnp.bfloat16, False),
+        (24, 16, 32, 1, jnp.float8_e4m3fn, jnp.float32, False),
+    ]
 
 
 def test_symbolic_shapes_have_their_kernel_chosen_later(monkeypatch):

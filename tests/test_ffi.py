@@ -34,21 +34,23 @@ def reload():
 
 def test_in_a_checkout_the_installed_kernels_are_found(tmp_path):
     checkout, site = tmp_path / "checkout", tmp_path / "site"
-    shutil.copytree(Path(jax_qmm.__file__).parent, checkout / "jax_qmm",
-                    ignore=shutil.ignore_patterns("_kernels*", "__pycache__"))
+    shutil.copytree(
+        Path(jax_qmm.__file__).parent, checkout / "jax_qmm", ignore=shutil.ignore_patterns("_kernels*", "__pycache__")
+    )
     (site / "jax_qmm").mkdir(parents=True)
     (site / "jax_qmm" / "__init__.py").touch()
     (site / "jax_qmm" / "_kernels.py").write_text("registrations = lambda record: {}")
     command = [sys.executable, "-c", "import jax_qmm, sys; print(sys.modules['jax_qmm._kernels'].__file__)"]
-    run = subprocess.run(command, cwd=checkout, env=os.environ | {"PYTHONPATH": str(site)}, check=True,
-                         capture_output=True, text=True)
+    run = subprocess.run(
+        command, cwd=checkout, env=os.environ | {"PYTHONPATH": str(site)}, check=True, capture_output=True, text=True
+    )
     assert run.stdout.strip() == str(site / "jax_qmm" / "_kernels.py")
 
 
 def test_headers_are_those_of_the_oldest_supported_jaxlib():
-    oldest, = (re.fullmatch(r"jax>=([\d.]+)", x).group(1) for x in _PYPROJECT["project"]["dependencies"])
+    (oldest,) = (re.fullmatch(r"jax>=([\d.]+)", x).group(1) for x in _PYPROJECT["project"]["dependencies"])
     requires = _PYPROJECT["build-system"]["requires"]
-    headers, = (x.removeprefix("jaxlib==") for x in requires if x.startswith("jaxlib"))
+    (headers,) = (x.removeprefix("jaxlib==") for x in requires if x.startswith("jaxlib"))
     assert headers.split(".")[:2] == oldest.split(".")[:2]
 
 
@@ -70,8 +72,10 @@ def record_header(folder, major, minor):
     """An include directory of a jaxlib with this version of the stage "record"."""
     header = folder / "xla" / "ffi" / "api" / "record_c_api.h"
     header.parent.mkdir(parents=True)
-    header.write_text(f"#define XLA_FFI_Extension_Record_MajorVersion {major}\n"
-                      f"#define XLA_FFI_Extension_Record_MinorVersion {minor}\n")
+    header.write_text(
+        f"#define XLA_FFI_Extension_Record_MajorVersion {major}\n"
+        f"#define XLA_FFI_Extension_Record_MinorVersion {minor}\n"
+    )
     return str(folder)
 
 

@@ -19,6 +19,7 @@ RUNS, STEPS = 4, 3
 
 def check_chain(extension, step, inputs, *constants, message=""):
     """STEPS of `step` in one program, on each of the inputs, against the same one by one."""
+
     def chain(x, *constants):
         for _ in range(STEPS):
             x = step(x, *constants)

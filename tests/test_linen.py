@@ -79,8 +79,7 @@ def test_report_without_an_example(model, variables):
     assert {row.path: row.reason for row in report.skipped} == {
         "Embed_0": "a table that is looked up",
         "Conv_0": "a convolution",
-        "join": "no telling what it does with a kernel of shape (2, 8, 16) and a bias of shape (16,): "
-                "give an example",
+        "join": "no telling what it does with a kernel of shape (2, 8, 16) and a bias of shape (16,): give an example",
         "": "no kernel: quantize own by hand and use jax_qmm.einsum",
     }
     assert [rule.path for rule in report.unused_rules] == ["Dense_[5-9]", "attn/.*"]
@@ -102,7 +101,8 @@ def test_report_without_an_example(model, variables):
 def test_example_tells_all_layers(model, variables):
     abstract = jax.ShapeDtypeStruct(IDS.shape, IDS.dtype)
     _, _, report = qlinen.quantize_model(
-        model, variables, [Rule(".*", W8A8())], example={"ids": abstract, "use_head": False})
+        model, variables, [Rule(".*", W8A8())], example={"ids": abstract, "use_head": False}
+    )
     assert {row.path for row in report.quantized} == ALWAYS | {"join"}
     assert {row.path: (row.op, row.reason) for row in report.skipped} == {
         "Embed_0": ("Embed", "a table that is looked up"),
@@ -155,9 +155,16 @@ def test_frozen_and_boxed_variables():
     assert report.skipped[0].reason == "quantized already"
 
 
-@pytest.mark.parametrize("scheme", [
-    W8A8(), W8A8("float8_e4m3fn"), W8A8(activation_scale=0.02),
-    W8A8(symmetric=False, activation_scale=0.02, activation_zero_point=jnp.int32(5))], ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        W8A8(),
+        W8A8("float8_e4m3fn"),
+        W8A8(activation_scale=0.02),
+        W8A8(symmetric=False, activation_scale=0.02, activation_zero_point=jnp.int32(5)),
+    ],
+    ids=str,
+)
 def test_dense_is_the_fused_product(scheme):
     dense = nn.Dense(10, **RANDOM)
     variables = dense.init(jax.random.key(0), data(1, 24))
@@ -231,8 +238,9 @@ def test_layers_equal_their_dequantized_selves(name):
     params = qvariables["params"]
     dequantized = {"params": params | {"kernel": params["kernel"].dequantize()}}
     # Sums of 16 products of float32, each with a few roundings.
-    np.testing.assert_allclose(model.apply(qvariables, x), layer.apply(dequantized, x), rtol=32 * 2**-24,
-                               atol=32 * 2**-24 * 127 * 16)
+    np.testing.assert_allclose(
+        model.apply(qvariables, x), layer.apply(dequantized, x), rtol=32 * 2**-24, atol=32 * 2**-24 * 127 * 16
+    )
 
 
 def test_gradients_pass_straight_through():
@@ -287,9 +295,11 @@ def test_calibration_inside_scan_and_jit(capsys):
     low, high = (float(f(jnp.stack(inputs[:3]))) for f in (jnp.min, jnp.max))
     for forward in (None, lambda model, variables, x: jax.jit(lambda v, x: model.apply(v, x))(variables, x)):
         _, qvariables, _ = qlinen.quantize_model(
-            scanned, variables, [Rule("up", STATIC)], calibration=(b for b in [x]), forward=forward)
-        np.testing.assert_allclose(qvariables["params"]["up"]["activation_scale"],
-                                   [max(-low, high) / 127] * 3, rtol=1e-6)
+            scanned, variables, [Rule("up", STATIC)], calibration=(b for b in [x]), forward=forward
+        )
+        np.testing.assert_allclose(
+            qvariables["params"]["up"]["activation_scale"], [max(-low, high) / 127] * 3, rtol=1e-6
+        )
     assert "calibrating: 1batch" in capsys.readouterr().err
 
 
@@ -315,19 +325,22 @@ def test_calibration_errors():
         qlinen.quantize_model(dense, variables, [Rule("", STATIC)], calibration=batches)
 
 
-@pytest.mark.parametrize("kernel, bias, siblings, want", [
-    ((3, 4), None, (), ("Dense", (-2,), (3, 4))),
-    ((3, 4), (4,), (), ("Dense", (-2,), (3, 4))),
-    ((2, 3, 4), (2, 4), (), ("Dense", (-2,), (3, 4))),  # a stack
-    ((3, 4, 5), (4, 5), (), ("DenseGeneral", (-3,), (3, 4, 5))),
-    ((2, 3, 4, 5), (4, 5), (), ("DenseGeneral", (-4, -3), (2, 3, 4, 5))),
-    ((2, 2, 5), (2, 5), (), None),  # a stack, or features (2, 5)
-    ((3, 4, 5), (5,), (), None),  # a convolution, or two axes contracted
-    ((3, 4, 5), None, (), None),
-    ((3, 4), (3,), (), None),
-    ((3, 4, 5), None, ("query", "key", "value", "out"), ("DenseGeneral", (-3,), (3, 4, 5))),
-    ((3, 4), None, ("query", "key", "value", "out"), ("Dense", (-2,), (3, 4))),
-])
+@pytest.mark.parametrize(
+    "kernel, bias, siblings, want",
+    [
+        ((3, 4), None, (), ("Dense", (-2,), (3, 4))),
+        ((3, 4), (4,), (), ("Dense", (-2,), (3, 4))),
+        ((2, 3, 4), (2, 4), (), ("Dense", (-2,), (3, 4))),  # a stack
+        ((3, 4, 5), (4, 5), (), ("DenseGeneral", (-3,), (3, 4, 5))),
+        ((2, 3, 4, 5), (4, 5), (), ("DenseGeneral", (-4, -3), (2, 3, 4, 5))),
+        ((2, 2, 5), (2, 5), (), None),  # a stack, or features (2, 5)
+        ((3, 4, 5), (5,), (), None),  # a convolution, or two axes contracted
+        ((3, 4, 5), None, (), None),
+        ((3, 4), (3,), (), None),
+        ((3, 4, 5), None, ("query", "key", "value", "out"), ("DenseGeneral", (-3,), (3, 4, 5))),
+        ((3, 4), None, ("query", "key", "value", "out"), ("Dense", (-2,), (3, 4))),
+    ],
+)
 def test_guess(kernel, bias, siblings, want):
     params = {"kernel": jnp.zeros(kernel)} | ({} if bias is None else {"bias": jnp.zeros(bias)})
     told = linen_layers.guess(("query",), params, siblings)
@@ -354,8 +367,7 @@ def test_kernel_of_a_layer_that_cannot_use_it():
 
 
 def test_orbax_and_export(model, variables, tmp_path):
-    quantized, qvariables, _ = qlinen.quantize_model(
-        model, variables, [Rule(".*", STATIC)], calibration=[IDS])
+    quantized, qvariables, _ = qlinen.quantize_model(model, variables, [Rule(".*", STATIC)], calibration=[IDS])
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "model", qvariables)
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), qvariables)

@@ -17,9 +17,14 @@ from jax_qmm.ops.quantize import quantize
 from jax_qmm.qarray import QArray
 from jax_qmm.schemes import W8A8, Rule
 
-SCHEMES = [W8A8(), W8A8(symmetric=False), W8A8(activation="per_tensor"), W8A8("float8_e4m3fn"),
-           W8A8(activation_scale=0.02),
-           W8A8(symmetric=False, activation_scale=0.02, activation_zero_point=jnp.int32(5))]
+SCHEMES = [
+    W8A8(),
+    W8A8(symmetric=False),
+    W8A8(activation="per_tensor"),
+    W8A8("float8_e4m3fn"),
+    W8A8(activation_scale=0.02),
+    W8A8(symmetric=False, activation_scale=0.02, activation_zero_point=jnp.int32(5)),
+]
 STATIC = W8A8(activation="per_tensor")
 LAST = (((1,), (0,)), ((), ()))
 
@@ -79,11 +84,23 @@ def test_report_and_state(model):
     assert (row.op, row.scheme, row.bytes_before, row.bytes_after) == ("Linear", "int8, per_token", 2176, 768)
     assert row.runs_on == "reference: platform cpu has no kernels"
 
-    floats = {str(path): leaf for path, leaf in jax.tree.leaves_with_path(nnx.state(quantized, nnx.Param))
-              if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim > 1 and 1 not in leaf.shape}
+    floats = {
+        str(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(nnx.state(quantized, nnx.Param))
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim > 1 and 1 not in leaf.shape
+    }
     assert sum(leaf.nbytes for leaf in floats.values()) == sum(
-        x[...].nbytes for x in (model.embed.embedding, model.conv.kernel, model.own, model.attn.query.bias,
-                                model.attn.key.bias, model.attn.value.bias, model.heads.bias))
+        x[...].nbytes
+        for x in (
+            model.embed.embedding,
+            model.conv.kernel,
+            model.own,
+            model.attn.query.bias,
+            model.attn.key.bias,
+            model.attn.value.bias,
+            model.heads.bias,
+        )
+    )
     assert report.total_after == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(quantized, nnx.Param)))
     assert quantized.attn.query.kernel[...].qvalue.shape == (2, 8, 16)  # the contracted axis last
     assert quantized.attn.out.kernel[...].qvalue.shape == (16, 2, 8)
@@ -122,8 +139,14 @@ def test_linear_is_the_fused_product(scheme):
     kernel = layer.kernel[...]
     np.testing.assert_array_equal(got, dot_general(x, kernel, LAST, scheme=scheme, bias=linear.bias[...]))
     axis = -1 if scheme.activation == "per_token" and scheme.activation_scale is None else None
-    q = quantize(x, scheme.dtype, axis=axis, symmetric=scheme.symmetric, scale=scheme.activation_scale,
-                 zero_point=scheme.activation_zero_point)
+    q = quantize(
+        x,
+        scheme.dtype,
+        axis=axis,
+        symmetric=scheme.symmetric,
+        scale=scheme.activation_scale,
+        zero_point=scheme.activation_zero_point,
+    )
     x, w, bias = np.float64(q.dequantize()), np.float64(kernel.dequantize()), np.float64(linear.bias[...])
     # float32: two dequantizations, K sums for fp8, two roundings of the epilogue
     size = np.abs(x) @ np.abs(w) + np.abs(bias)
@@ -166,14 +189,24 @@ def test_quant_linear_from_the_start():
     with pytest.raises(TypeError, match="promote_dtype"):
         qnnx.QuantLinear(8, 6, promote_dtype=None, rngs=nnx.Rngs(0), **RANDOM)
     static = qnnx.QuantLinear(8, 6, scheme=W8A8(activation_scale=0.5), rngs=nnx.Rngs(0), **RANDOM)
-    assert [v[...].tolist() for v in jax.tree.leaves(
-        nnx.state(static, qnnx.ActivationScale), is_leaf=lambda v: isinstance(v, nnx.Variable))] == [0.5]
+    assert [
+        v[...].tolist()
+        for v in jax.tree.leaves(nnx.state(static, qnnx.ActivationScale), is_leaf=lambda v: isinstance(v, nnx.Variable))
+    ] == [0.5]
 
 
 @pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"param_dtype": jnp.bfloat16}, {"dtype": jnp.float16},
-                                     {"param_dtype": jnp.bfloat16, "preferred_element_type": jnp.float32},
-                                     {"preferred_element_type": jnp.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"param_dtype": jnp.bfloat16},
+        {"dtype": jnp.float16},
+        {"param_dtype": jnp.bfloat16, "preferred_element_type": jnp.float32},
+        {"preferred_element_type": jnp.bfloat16},
+    ],
+    ids=str,
+)
 def test_output_dtype_is_that_of_the_float_layer(x_dtype, options):
     x = data(3, 8).astype(x_dtype)
     for make, use_bias in itertools.product((nnx.Linear, nnx.LinearGeneral), (True, False)):
@@ -234,8 +267,11 @@ def test_calibration(model, symmetric):
     assert (product.zero_point is None) == symmetric
     if not symmetric:
         np.testing.assert_array_equal(product.zero_point[...], want.zero_point.reshape(()))
-    static = dataclasses.replace(scheme, activation_scale=product.scale[...],
-                                 activation_zero_point=None if symmetric else product.zero_point[...])
+    static = dataclasses.replace(
+        scheme,
+        activation_scale=product.scale[...],
+        activation_zero_point=None if symmetric else product.zero_point[...],
+    )
     x = data(3, 16)
     kernel, bias = quantized.mlp[0].kernel[...], quantized.mlp[0].bias[...]
     np.testing.assert_array_equal(quantized.mlp[0](x), dot_general(x, kernel, LAST, scheme=static, bias=bias))
@@ -288,7 +324,8 @@ def test_stacked_layers(calibrated):
     stack = Stack(nnx.Rngs(0))
     x = data(4, 8)
     quantized, report = qnnx.quantize_model(
-        stack, [Rule("layers", STATIC if calibrated else W8A8())], calibration=[x] if calibrated else None)
+        stack, [Rule("layers", STATIC if calibrated else W8A8())], calibration=[x] if calibrated else None
+    )
     assert [row.path for row in report.quantized] == ["layers"]
     assert quantized.layers.kernel[...].scale.shape == (3, 8, 1)  # as stored
     if calibrated:
@@ -304,22 +341,30 @@ def test_stacked_layers(calibrated):
 
 
 def test_layers_that_bring_their_own_arithmetic_are_skipped():
-    model = nnx.List([
-        nnx.Linear(8, 8, dot_general=functools.partial(jax.lax.dot_general), rngs=nnx.Rngs(0)),
-        nnx.LinearGeneral(8, 8, dot_general_cls=lambda: jax.lax.dot_general, rngs=nnx.Rngs(0)),
-        nnx.Einsum("ab,cd->abcd", (8, 8), rngs=nnx.Rngs(0)),
-        nnx.Einsum("ab,bc->a", (8, 8), rngs=nnx.Rngs(0)),
-        nnx.Linear(8, 8, promote_dtype=lambda args, dtype: args, rngs=nnx.Rngs(0), **RANDOM),
-        qnnx.QuantLinear(8, 8, rngs=nnx.Rngs(0), **RANDOM),
-        nnx.Linear(8, 6, rngs=nnx.Rngs(0), **RANDOM),
-        nnx.Linear(8, 8, rngs=nnx.Rngs(0), **RANDOM),
-    ])
+    model = nnx.List(
+        [
+            nnx.Linear(8, 8, dot_general=functools.partial(jax.lax.dot_general), rngs=nnx.Rngs(0)),
+            nnx.LinearGeneral(8, 8, dot_general_cls=lambda: jax.lax.dot_general, rngs=nnx.Rngs(0)),
+            nnx.Einsum("ab,cd->abcd", (8, 8), rngs=nnx.Rngs(0)),
+            nnx.Einsum("ab,bc->a", (8, 8), rngs=nnx.Rngs(0)),
+            nnx.Linear(8, 8, promote_dtype=lambda args, dtype: args, rngs=nnx.Rngs(0), **RANDOM),
+            qnnx.QuantLinear(8, 8, rngs=nnx.Rngs(0), **RANDOM),
+            nnx.Linear(8, 6, rngs=nnx.Rngs(0), **RANDOM),
+            nnx.Linear(8, 8, rngs=nnx.Rngs(0), **RANDOM),
+        ]
+    )
     model[6].kernel = nnx.Param(jnp.ones((8, 3, 6)))  # stacked along another axis
     _, report = qnnx.quantize_model(model, [Rule("[0-6]", W8A8())])
     assert [row.reason for row in report.rows] == [
-        "it brings its own dot_general", "it brings its own dot_general", "'ab,cd->abcd' contracts nothing",
-        "'c' is summed over one operand alone in 'ab,bc->a'", "it brings its own promote_dtype",
-        "quantized already", "its kernel has shape (8, 3, 6), which does not end in (8, 6)", "no rule matches"]
+        "it brings its own dot_general",
+        "it brings its own dot_general",
+        "'ab,cd->abcd' contracts nothing",
+        "'c' is summed over one operand alone in 'ab,bc->a'",
+        "it brings its own promote_dtype",
+        "quantized already",
+        "its kernel has shape (8, 3, 6), which does not end in (8, 6)",
+        "no rule matches",
+    ]
     assert report.unused_rules == ()
 
 

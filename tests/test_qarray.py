@@ -27,9 +27,7 @@ VARIANTS = {
     "view": lambda: make().T.with_azp_adj(0),
     "tiled": lambda: make(tile_size=3),
 }
-variants = pytest.mark.parametrize(
-    "q", [pytest.param(make_one, id=name) for name, make_one in VARIANTS.items()]
-)
+variants = pytest.mark.parametrize("q", [pytest.param(make_one, id=name) for name, make_one in VARIANTS.items()])
 
 
 def test_dequantize_is_the_affine_map_in_every_granularity():
@@ -38,9 +36,7 @@ def test_dequantize_is_the_affine_map_in_every_granularity():
     for shape in ((1, 1, 1), (2, 6, 1), (1, 1, 8), (2, 3, 4), (1, 2, 8)):
         scale = rng.normal(size=shape).astype(np.float32)
         zero_point = rng.integers(-128, 128, shape, np.int32)
-        spread = lambda leaf: np.kron(
-            leaf, np.ones([a // b for a, b in zip(qvalue.shape, shape)], leaf.dtype)
-        )
+        spread = lambda leaf: np.kron(leaf, np.ones([a // b for a, b in zip(qvalue.shape, shape)], leaf.dtype))
         want = (qvalue.astype(np.float32) - spread(zero_point).astype(np.float32)) * spread(scale)
         q = QArray(jnp.asarray(qvalue), jnp.asarray(scale), jnp.asarray(zero_point))
         np.testing.assert_array_equal(q.dequantize(), want)
@@ -51,9 +47,13 @@ def test_dequantize_is_the_affine_map_in_every_granularity():
 def test_a_transpose_is_a_view():
     q = make((2, 3, 4, 5))
     dense = q.dequantize()
-    for view, want in ((q.T, dense.T), (q.mT, dense.mT), (q.swapaxes(1, -1), dense.swapaxes(1, -1)),
-                       (q.transpose(0, 2, 3, 1), dense.transpose(0, 2, 3, 1)),
-                       (q.transpose((-1, 0, 1, 2)).mT.T, dense.transpose(-1, 0, 1, 2).mT.T)):
+    for view, want in (
+        (q.T, dense.T),
+        (q.mT, dense.mT),
+        (q.swapaxes(1, -1), dense.swapaxes(1, -1)),
+        (q.transpose(0, 2, 3, 1), dense.transpose(0, 2, 3, 1)),
+        (q.transpose((-1, 0, 1, 2)).mT.T, dense.transpose(-1, 0, 1, 2).mT.T),
+    ):
         assert view.qvalue is q.qvalue and view.scale is q.scale
         assert view.shape == want.shape and view.ndim == 4 and view.size == 120
         np.testing.assert_array_equal(view.dequantize(), want)
@@ -96,8 +96,9 @@ def test_maps_over_a_leading_axis():
     np.testing.assert_array_equal(jax.vmap(lambda q: q.T.dequantize())(stack), stack.mT.dequantize())
     restacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), one(0), one(1), one(2))
     assert_equal(restacked, stack)
-    assert_equal(jax.vmap(lambda x: jax_qmm.quantize(x).T)(jnp.ones((3, 4, 6))),
-                 jax_qmm.quantize(jnp.ones((3, 4, 6))).mT)
+    assert_equal(
+        jax.vmap(lambda x: jax_qmm.quantize(x).T)(jnp.ones((3, 4, 6))), jax_qmm.quantize(jnp.ones((3, 4, 6))).mT
+    )
     with pytest.raises(ValueError, match="took away a permuted axis"):
         jax.vmap(lambda q: q.dequantize())(make().T)
 
@@ -146,50 +147,68 @@ def test_goes_to_devices_with_shardings():
     placed = jax.device_put(q, NamedSharding(mesh, P("d", None)))
     assert placed.qvalue.sharding.spec == placed.scale.sharding.spec == P("d", None)
     assert_equal(placed, q)
-    each = jax.tree.map(
-        lambda leaf: NamedSharding(mesh, P(*("d" if n == 16 else None for n in leaf.shape))), q
-    )
+    each = jax.tree.map(lambda leaf: NamedSharding(mesh, P(*("d" if n == 16 else None for n in leaf.shape))), q)
     assert_equal(jax.device_put(q, each), q)
 
 
 def test_sums_are_of_the_stored_values():
     q = make((4, 6))
-    np.testing.assert_array_equal(
-        q.T.with_azp_adj(0).azp_adj, np.asarray(q.qvalue, np.int32).sum(1, keepdims=True)
-    )
+    np.testing.assert_array_equal(q.T.with_azp_adj(0).azp_adj, np.asarray(q.qvalue, np.int32).sum(1, keepdims=True))
     assert q.with_azp_adj((0, 1)).azp_adj.shape == (1, 1)
 
 
-@pytest.mark.parametrize("leaves, error, message", [
-    ((np.zeros((2, 3), np.int32), np.ones((2, 1), np.float32)), TypeError,
-     "qvalue has dtype int32, needs"),
-    ((np.zeros((2, 3), np.int8), np.ones((2, 1), np.int32)), TypeError, "scale has dtype int32, needs"),
-    ((np.zeros((2, 3), np.int8), np.ones(2, np.float32)), ValueError,
-     r"scale has shape \(2,\), needs the rank"),
-    ((np.zeros((2, 3), np.int8), np.ones((2, 2), np.float32)), ValueError,
-     r"scale has shape \(2, 2\), needs"),
-    ((np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), np.ones((2, 1), np.int8)), TypeError,
-     "zero_point has dtype int8, needs int32"),
-    ((np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), np.ones((1, 1), np.int32)), ValueError,
-     r"zero_point has shape \(1, 1\), needs that of scale \(2, 1\)"),
-    ((np.zeros((2, 3), jnp.float8_e4m3fn), np.ones((2, 1), np.float32), np.ones((2, 1), np.int32)),
-     TypeError, "zero_point was given with qvalue of dtype float8_e4m3fn"),
-    (([[1]], 1.0), TypeError, "qvalue is a list, needs an array of int8, float8_e4m3fn"),
-    ((np.zeros((2, 3), np.int8), 1.0), TypeError, "scale is a float, needs an array of float32"),
-    ((np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), None, np.ones((2, 1), np.float32)),
-     TypeError, "azp_adj has dtype float32, needs int32"),
-    ((np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), None, np.ones((3, 1), np.int32)),
-     ValueError, r"azp_adj has shape \(3, 1\), needs that of qvalue \(2, 3\)"),
-])
+@pytest.mark.parametrize(
+    "leaves, error, message",
+    [
+        ((np.zeros((2, 3), np.int32), np.ones((2, 1), np.float32)), TypeError, "qvalue has dtype int32, needs"),
+        ((np.zeros((2, 3), np.int8), np.ones((2, 1), np.int32)), TypeError, "scale has dtype int32, needs"),
+        ((np.zeros((2, 3), np.int8), np.ones(2, np.float32)), ValueError, r"scale has shape \(2,\), needs the rank"),
+        ((np.zeros((2, 3), np.int8), np.ones((2, 2), np.float32)), ValueError, r"scale has shape \(2, 2\), needs"),
+        (
+            (np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), np.ones((2, 1), np.int8)),
+            TypeError,
+            "zero_point has dtype int8, needs int32",
+        ),
+        (
+            (np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), np.ones((1, 1), np.int32)),
+            ValueError,
+            r"zero_point has shape \(1, 1\), needs that of scale \(2, 1\)",
+        ),
+        (
+            (np.zeros((2, 3), jnp.float8_e4m3fn), np.ones((2, 1), np.float32), np.ones((2, 1), np.int32)),
+            TypeError,
+            "zero_point was given with qvalue of dtype float8_e4m3fn",
+        ),
+        (([[1]], 1.0), TypeError, "qvalue is a list, needs an array of int8, float8_e4m3fn"),
+        ((np.zeros((2, 3), np.int8), 1.0), TypeError, "scale is a float, needs an array of float32"),
+        (
+            (np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), None, np.ones((2, 1), np.float32)),
+            TypeError,
+            "azp_adj has dtype float32, needs int32",
+        ),
+        (
+            (np.zeros((2, 3), np.int8), np.ones((2, 1), np.float32), None, np.ones((3, 1), np.int32)),
+            ValueError,
+            r"azp_adj has shape \(3, 1\), needs that of qvalue \(2, 3\)",
+        ),
+    ],
+)
 def test_leaves_that_do_not_fit_are_refused(leaves, error, message):
     with pytest.raises(error, match=message):
         QArray(*leaves)
 
 
-@pytest.mark.parametrize("call", [
-    lambda q: q.transpose(2, 3), lambda q: q.transpose(0, 0), lambda q: q.transpose(0),
-    lambda q: q.swapaxes(0, 2), lambda q: q.with_azp_adj(2), lambda q: q.with_azp_adj((0, -2)),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: q.transpose(2, 3),
+        lambda q: q.transpose(0, 0),
+        lambda q: q.transpose(0),
+        lambda q: q.swapaxes(0, 2),
+        lambda q: q.with_azp_adj(2),
+        lambda q: q.with_azp_adj((0, -2)),
+    ],
+)
 def test_axes_that_do_not_fit_are_refused(call):
     with pytest.raises(ValueError, match="ax[ei]s"):
         call(make())

@@ -58,9 +58,7 @@ def rows():
     x[4, 8] = np.inf
     x[5, 9] = -np.inf
     x[6, ::2], x[6, 1::2] = 3e38, -3e38  # the range overflows
-    x[7] = 1e-37 * np.sign(
-        x[7]
-    )  # the scale would be subnormal; inputs are not, because XLA's CPU flushes those
+    x[7] = 1e-37 * np.sign(x[7])  # the scale would be subnormal; inputs are not, because XLA's CPU flushes those
     x[8] = np.arange(257) - 128  # ties of the asymmetric quantizer
     x[9, :4] = -0.0, -np.nan, 1, 2
     return x
@@ -89,21 +87,25 @@ def test_quantizers_take_half_precision(rows, dtype):
 
 
 @pytest.mark.parametrize("qtype", [np.int8, E4M3])
-@pytest.mark.parametrize(
-    "scale", [F32(0.037), F32(0), F32(-2), F32(np.inf), F32(np.nan), np.full((40, 1), 0.3, F32)]
-)
+@pytest.mark.parametrize("scale", [F32(0.037), F32(0), F32(-2), F32(np.inf), F32(np.nan), np.full((40, 1), 0.3, F32)])
 def test_static_scales_are_taken_as_they_are(rows, qtype, scale):
-    assert_same_bits(jax.jit(reference.quantize_static, static_argnums=3)(rows, scale, None, qtype),
-                     oracle_quantize(rows, scale, None, qtype))
+    assert_same_bits(
+        jax.jit(reference.quantize_static, static_argnums=3)(rows, scale, None, qtype),
+        oracle_quantize(rows, scale, None, qtype),
+    )
 
 
 def test_static_zero_point(rows):
-    assert_same_bits(reference.quantize_static(rows, jnp.float32(0.037), jnp.int32(-100), np.int8),
-                     oracle_quantize(rows, F32(0.037), np.int32(-100), np.int8))
+    assert_same_bits(
+        reference.quantize_static(rows, jnp.float32(0.037), jnp.int32(-100), np.int8),
+        oracle_quantize(rows, F32(0.037), np.int32(-100), np.int8),
+    )
 
 
-@hypothesis.given(hnp.arrays(F32, (3, 5), elements=st.floats(-(2.0**100), 2.0**100, width=32)),
-                  st.sampled_from([(True, 127), (False, 255)]))
+@hypothesis.given(
+    hnp.arrays(F32, (3, 5), elements=st.floats(-(2.0**100), 2.0**100, width=32)),
+    st.sampled_from([(True, 127), (False, 255)]),
+)
 def test_a_quantized_value_is_off_by_half_a_step(x, scheme):
     symmetric, steps = scheme
     q, scale, zero_point = quantize_dynamic(x, np.int8, (1,), symmetric)
@@ -144,9 +146,7 @@ def round_fraction(exact):
 
 fma = jax.jit(reference._fused_multiply_add)
 mantissas = st.integers(2**23, 2**24 - 1)
-floats = st.builds(
-    lambda m, e, s: F32(s * m * 2.0**e), mantissas, st.integers(-60, 10), st.sampled_from([1, -1])
-)
+floats = st.builds(lambda m, e, s: F32(s * m * 2.0**e), mantissas, st.integers(-60, 10), st.sampled_from([1, -1]))
 
 
 @hypothesis.settings(max_examples=300)
@@ -173,22 +173,24 @@ def test_fused_multiply_add_near_ties():
 
 
 def test_fused_multiply_add_of_infinities_and_nan():
-    x, y, z = (F32([np.inf, np.inf, np.nan, 0, 3e38]), F32([1, 1, 1, np.inf, 3e38]),
-               F32([1, -np.inf, 1, 1, -np.inf]))
+    x, y, z = (F32([np.inf, np.inf, np.nan, 0, 3e38]), F32([1, 1, 1, np.inf, 3e38]), F32([1, -np.inf, 1, 1, -np.inf]))
     assert_same_bits(fma(x, y, z), F32([np.inf, np.nan, np.nan, np.nan, -np.inf]))
 
 
-@pytest.mark.parametrize("shape_a, shape_b, num_batch", [
-    ((3, 8), (5, 8), 0),
-    ((2, 3, 8), (5, 8), 0),
-    ((2, 3, 8), (2, 5, 8), 1),
-    ((1, 3, 8), (2, 5, 8), 1),
-    ((2, 3, 8), (1, 5, 8), 1),
-    ((1, 3, 8), (1, 5, 8), 1),
-    ((2, 1, 4, 3, 8), (1, 3, 5, 8), 2),
-    ((0, 8), (5, 8), 0),
-    ((3, 0), (5, 0), 0),
-])
+@pytest.mark.parametrize(
+    "shape_a, shape_b, num_batch",
+    [
+        ((3, 8), (5, 8), 0),
+        ((2, 3, 8), (5, 8), 0),
+        ((2, 3, 8), (2, 5, 8), 1),
+        ((1, 3, 8), (2, 5, 8), 1),
+        ((2, 3, 8), (1, 5, 8), 1),
+        ((1, 3, 8), (1, 5, 8), 1),
+        ((2, 1, 4, 3, 8), (1, 3, 5, 8), 2),
+        ((0, 8), (5, 8), 0),
+        ((3, 0), (5, 0), 0),
+    ],
+)
 def test_sums_over_batches(shape_a, shape_b, num_batch):
     rng = np.random.default_rng(1)
     a, b = (rng.integers(-128, 128, shape, dtype=np.int8) for shape in (shape_a, shape_b))

@@ -8,8 +8,10 @@ from jax_qmm.schemes import W8A8, Rule
 
 
 def test_report_prints_every_row_with_its_reason():
-    rows = (LayerRow("attn.query", "Linear", "int8, per_token", "reference: no kernels", 4096, 1100),
-            LayerRow("", "Embed", "", "", 640, 640, "looked up"))
+    rows = (
+        LayerRow("attn.query", "Linear", "int8, per_token", "reference: no kernels", 4096, 1100),
+        LayerRow("", "Embed", "", "", 640, 640, "looked up"),
+    )
     text = str(Report(rows, (Rule("x", W8A8()),), 4736, 1740))
     assert text.splitlines() == [
         "path         op      scheme           runs on                bytes               reason",

@@ -70,11 +70,14 @@ def test_a_bad_scheme_is_refused(options, error, message):
         jax_qmm.W8A8(**options)
 
 
-@pytest.mark.parametrize("path, scheme, error, message", [
-    ("(", jax_qmm.W8A8(), ValueError, r"path is '\(', needs a regular expression"),
-    (3, jax_qmm.W8A8(), TypeError, "path is 3"),
-    (".*", jnp.int8, TypeError, "scheme is .*, needs a W8A8"),
-])
+@pytest.mark.parametrize(
+    "path, scheme, error, message",
+    [
+        ("(", jax_qmm.W8A8(), ValueError, r"path is '\(', needs a regular expression"),
+        (3, jax_qmm.W8A8(), TypeError, "path is 3"),
+        (".*", jnp.int8, TypeError, "scheme is .*, needs a W8A8"),
+    ],
+)
 def test_a_bad_rule_is_refused(path, scheme, error, message):
     with pytest.raises(error, match=message):
         jax_qmm.Rule(path, scheme)

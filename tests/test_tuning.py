@@ -92,20 +92,23 @@ def _edited_product(**fields):
     return lambda content: content | {"products": [content["products"][1], content["products"][0] | fields]}
 
 
-@pytest.mark.parametrize(("edit", "reason"), [
-    (_edited(format="jax_qmm tuning 2"), 'does not have the format "jax_qmm tuning 1"'),
-    (lambda content: [content], "does not have the format"),
-    (_edited(device_kind="NVIDIA H100"), "on NVIDIA H100 with 132 SMs; this is NVIDIA H200 with 132 SMs"),
-    (_edited(sm_count=114), "measured on NVIDIA H200 with 114 SMs"),
-    (_edited(products=None), "malformed"),
-    (_edited(products=[1]), "malformed"),
-    (_edited(products=[{"m": 1}]), "malformed.*'n'"),
-    (_edited_product(m="1"), "malformed.*m is '1'"),
-    (_edited_product(microseconds=None), "malformed.*microseconds is None"),
-    (_edited_product(dtype="int4"), "no product int4 to float16, M 1, N 4096, K 4096"),
-    (_edited_product(kernel="gone"), 'no kernel "gone" for float8_e4m3fn to float16, M 1, N 4096, K 4096'),
-    (_edited_product(k=4097), 'no kernel "narrow" for .*K 4097'),
-])
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (_edited(format="jax_qmm tuning 2"), 'does not have the format "jax_qmm tuning 1"'),
+        (lambda content: [content], "does not have the format"),
+        (_edited(device_kind="NVIDIA H100"), "on NVIDIA H100 with 132 SMs; this is NVIDIA H200 with 132 SMs"),
+        (_edited(sm_count=114), "measured on NVIDIA H200 with 114 SMs"),
+        (_edited(products=None), "malformed"),
+        (_edited(products=[1]), "malformed"),
+        (_edited(products=[{"m": 1}]), "malformed.*'n'"),
+        (_edited_product(m="1"), "malformed.*m is '1'"),
+        (_edited_product(microseconds=None), "malformed.*microseconds is None"),
+        (_edited_product(dtype="int4"), "no product int4 to float16, M 1, N 4096, K 4096"),
+        (_edited_product(kernel="gone"), 'no kernel "gone" for float8_e4m3fn to float16, M 1, N 4096, K 4096'),
+        (_edited_product(k=4097), 'no kernel "narrow" for .*K 4097'),
+    ],
+)
 def test_foreign_files_are_refused(kernels, file, edit, reason):
     file.write_text(json.dumps(edit(json.loads(file.read_text()))))
     _is_refused(kernels, file, reason)
@@ -188,10 +191,17 @@ def test_the_packages_files_are_of_kernels_that_there_are(extension, packaged):
 
 
 @pytest.mark.parametrize(("n", "k", "batch"), [(4096, 4096, 1), (57344, 8192, 1), (128, 64, 3), (4096, 4096, 1024)])
-@pytest.mark.parametrize(("dtype", "out_dtype", "fast_accum"), [
-    ("int8", "bfloat16", False), ("int8", "int32", False), ("float8_e4m3fn", "float16", True),
-    ("float8_e4m3fn", "float32", True), ("float8_e4m3fn", "bfloat16", False), ("float8_e4m3fn", "float32", False),
-])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "fast_accum"),
+    [
+        ("int8", "bfloat16", False),
+        ("int8", "int32", False),
+        ("float8_e4m3fn", "float16", True),
+        ("float8_e4m3fn", "float32", True),
+        ("float8_e4m3fn", "bfloat16", False),
+        ("float8_e4m3fn", "float32", False),
+    ],
+)
 def test_aligned_products_get_a_kernel_made_for_hopper(extension, dtype, out_dtype, fast_accum, n, k, batch):
     """Not the one for any alignment, which is slower."""
     for m in (*range(1, 600), 4096, 100_000):
@@ -199,23 +209,37 @@ def test_aligned_products_get_a_kernel_made_for_hopper(extension, dtype, out_dty
         assert extension.describe_scaled_mm(choice).startswith("sm90"), m
 
 
-@pytest.mark.parametrize(("m", "n", "k", "kind"), [
-    (16, 128, 16384, "split-K"),      # few tiles: only parts of K make enough blocks
-    (64, 128256, 4096, "one tile"),   # many waves, but of tiles that have all of M
-    (8192, 8192, 28672, "pingpong"),  # many waves of several rows of tiles
-])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "kind"),
+    [
+        (16, 128, 16384, "split-K"),  # few tiles: only parts of K make enough blocks
+        (64, 128256, 4096, "one tile"),  # many waves, but of tiles that have all of M
+        (8192, 8192, 28672, "pingpong"),  # many waves of several rows of tiles
+    ],
+)
 @pytest.mark.parametrize(("dtype", "fast_accum"), [("int8", False), ("float8_e4m3fn", True)])
 def test_the_cost_model_chooses_by_how_tiles_fill_the_gpu(extension, dtype, fast_accum, m, n, k, kind):
     choice = extension.select_scaled_mm(m, n, k, 1, dtype, "bfloat16", fast_accum, GPU.core_count)
     assert kind in extension.describe_scaled_mm(choice)
 
 
-@pytest.mark.parametrize(("tuned", "fields", "found"), [
-    (INT8, {}, True), (INT8, {"m": 13}, True), (INT8, {"m": 12}, False), (INT8, {"m": 17}, False),
-    (INT8, {"out_dtype": "float16"}, True), (INT8, {"out_dtype": "float32"}, False), (INT8, {"n": 64}, False),
-    (INT8, {"k": 64}, False), (INT8, {"batch": 2}, False), (INT8, {"dtype": "float8_e4m3fn"}, False),
-    (FP8, {}, True), (FP8, {"fast_accum": False}, False),
-])
+@pytest.mark.parametrize(
+    ("tuned", "fields", "found"),
+    [
+        (INT8, {}, True),
+        (INT8, {"m": 13}, True),
+        (INT8, {"m": 12}, False),
+        (INT8, {"m": 17}, False),
+        (INT8, {"out_dtype": "float16"}, True),
+        (INT8, {"out_dtype": "float32"}, False),
+        (INT8, {"n": 64}, False),
+        (INT8, {"k": 64}, False),
+        (INT8, {"batch": 2}, False),
+        (INT8, {"dtype": "float8_e4m3fn"}, False),
+        (FP8, {}, True),
+        (FP8, {"fast_accum": False}, False),
+    ],
+)
 def test_what_was_tuned_serves_products_like_it(extension, tuned, fields, found):
     product = tuned._replace(**fields)
     default = extension.select_scaled_mm(*product, GPU.core_count)

@@ -1,12 +1,12 @@
 // What every handler needs: buffers as dtype, shape and address, and errors that name the argument.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <string>
-
-#include <cuda_runtime_api.h>
 
 #include "dtype.h"
 #include "xla/ffi/api/ffi.h"
@@ -15,7 +15,7 @@ namespace jax_qmm {
 
 namespace ffi = ::xla::ffi;
 
-#define JAX_QMM_RETURN_IF_ERROR(expression)                      \
+#define JAX_QMM_RETURN_IF_ERROR(expression) \
   if (ffi::Error error = (expression); error.failure()) return error
 
 inline ffi::Error cuda_error(cudaError_t error, char const* what) {
@@ -25,13 +25,20 @@ inline ffi::Error cuda_error(cudaError_t error, char const* what) {
 
 inline std::optional<DType> dtype_of(ffi::AnyBuffer const& buffer) {
   switch (buffer.element_type()) {
-    case ffi::S8: return DType::kS8;
-    case ffi::F8E4M3FN: return DType::kF8E4M3;
-    case ffi::BF16: return DType::kBF16;
-    case ffi::F16: return DType::kF16;
-    case ffi::F32: return DType::kF32;
-    case ffi::S32: return DType::kS32;
-    default: return std::nullopt;
+    case ffi::S8:
+      return DType::kS8;
+    case ffi::F8E4M3FN:
+      return DType::kF8E4M3;
+    case ffi::BF16:
+      return DType::kBF16;
+    case ffi::F16:
+      return DType::kF16;
+    case ffi::F32:
+      return DType::kF32;
+    case ffi::S32:
+      return DType::kS32;
+    default:
+      return std::nullopt;
   }
 }
 
@@ -50,7 +57,8 @@ inline ffi::Error check_dtype(ffi::AnyBuffer const& buffer, char const* name, st
     names += (names.empty() ? "" : ", ") + std::string(dtype_name(other));
   }
   return ffi::Error::InvalidArgument(std::string(name) + " has XLA's dtype " +
-                                     std::to_string(static_cast<int>(buffer.element_type())) + "; it needs one of " + names);
+                                     std::to_string(static_cast<int>(buffer.element_type())) + "; it needs one of " +
+                                     names);
 }
 
 inline ffi::Error check_shape(ffi::AnyBuffer const& buffer, char const* name, std::initializer_list<int64_t> shape) {

@@ -37,8 +37,9 @@ ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer q, ffi::AnyBuffer scale, std::o
   return ffi::Error::Success();
 }
 
-ffi::Error dynamic(Queue const& queue, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> scale,
-                   ffi::Result<ffi::BufferR1<ffi::U32>> workspace, std::optional<ffi::Result<ffi::AnyBuffer>> zero_point) {
+ffi::Error dynamic(Queue const& queue, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> q,
+                   ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::BufferR1<ffi::U32>> workspace,
+                   std::optional<ffi::Result<ffi::AnyBuffer>> zero_point) {
   Quantize problem;
   JAX_QMM_RETURN_IF_ERROR(read(x, *q, *scale, zero_point ? std::optional(**zero_point) : std::nullopt, problem));
   if (workspace->element_count() != 2) return ffi::Error::InvalidArgument("workspace needs 2 elements");
@@ -82,10 +83,12 @@ auto bind_static(Binding binding) {
 using ffi::Traits;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeInitialize, initialize, ffi::Ffi::BindInitialize());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamic, dynamic, bind_dynamic(bind_execute()), {Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamic, dynamic, bind_dynamic(bind_execute()),
+                              {Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamicRecord, dynamic, bind_dynamic(bind_record()),
                               {Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStatic, given, bind_static(bind_execute()), {Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStaticRecord, given, bind_static(bind_record()), {Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStaticRecord, given, bind_static(bind_record()),
+                              {Traits::kCmdBufferCompatible});
 
 }  // namespace jax_qmm

@@ -23,8 +23,8 @@ size_t image_size(void const* image) {
 
 RecordApi::Dim3 dims(dim3 d) { return {int32_t(d.x), int32_t(d.y), int32_t(d.z)}; }
 
-// What is known of a kernel in a graph: which it is and its grid, the rest of the launch following from these, and the choice
-// that its call made.
+// What is known of a kernel in a graph: which it is and its grid, the rest of the launch following from these, and the
+// choice that its call made.
 struct Known {
   void const* kernel;
   unsigned grid[3];
@@ -104,7 +104,8 @@ class Recorder {
                                             shape.clustered() ? dims(shape.cluster) : RecordApi::Dim3{0, 0, 0}};
     void const** const command = &frame_->commands[index];
     JAX_QMM_RETURN_IF_ERROR(to_error(frame_->api->create_launch(
-        frame_->context, name, launch.image, size, RecordApi::kCubin, launch_dims, shape.shared_memory, /*uses_pdl=*/true, &all,
+        frame_->context, name, launch.image, size, RecordApi::kCubin, launch_dims, shape.shared_memory,
+        /*uses_pdl=*/true, &all,
         /*dependencies=*/index > 0 ? command - 1 : nullptr, /*num_dependencies=*/index > 0, command)));
     *frame_->num_commands = count_;
     commands.put(*command, {launch.kernel, {shape.grid.x, shape.grid.y, shape.grid.z}, chosen_});
@@ -112,8 +113,9 @@ class Recorder {
   }
 
   ffi::Error other_kernels() const {
-    return ffi::Error::Internal("a program that ran before needs other kernels now, for its buffers are aligned otherwise; "
-                                "compile it again");
+    return ffi::Error::Internal(
+        "a program that ran before needs other kernels now, for its buffers are aligned otherwise; "
+        "compile it again");
   }
 
   ffi::Error to_error(XLA_FFI_Error* error) {
@@ -137,8 +139,9 @@ int64_t count_recorded() { return launches; }
 
 namespace xla::ffi {
 
-std::optional<jax_qmm::Queue> CtxDecoding<jax_qmm::OnStream>::Decode(XLA_FFI_Api const* api, XLA_FFI_ExecutionContext* ctx,
-                                                                    DiagnosticEngine& diagnostic) {
+std::optional<jax_qmm::Queue> CtxDecoding<jax_qmm::OnStream>::Decode(XLA_FFI_Api const* api,
+                                                                     XLA_FFI_ExecutionContext* ctx,
+                                                                     DiagnosticEngine& diagnostic) {
   auto const stream = CtxDecoding<PlatformStream<cudaStream_t>>::Decode(api, ctx, diagnostic);
   if (!stream) return std::nullopt;
   return [submit = jax_qmm::on_stream(*stream)](auto const& enqueue) {
@@ -147,8 +150,9 @@ std::optional<jax_qmm::Queue> CtxDecoding<jax_qmm::OnStream>::Decode(XLA_FFI_Api
   };
 }
 
-std::optional<jax_qmm::Queue> CtxDecoding<jax_qmm::InGraph>::Decode(XLA_FFI_Api const* api, XLA_FFI_ExecutionContext* ctx,
-                                                                   DiagnosticEngine& diagnostic) {
+std::optional<jax_qmm::Queue> CtxDecoding<jax_qmm::InGraph>::Decode(XLA_FFI_Api const* api,
+                                                                    XLA_FFI_ExecutionContext* ctx,
+                                                                    DiagnosticEngine& diagnostic) {
   using namespace jax_qmm;
   if (api->struct_size < sizeof(ApiWithExtensions)) {
     diagnostic.Emit("this XLA runtime records no kernels");

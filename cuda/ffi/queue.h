@@ -1,6 +1,6 @@
-// Where a handler's kernels go: on XLA's stream, or into the CUDA graph of the program, as the FFI stage "record" has it. A
-// kernel there may start while the one before it ends; a call that XLA captures instead is a graph within that graph, which
-// waits.
+// Where a handler's kernels go: on XLA's stream, or into the CUDA graph of the program, as the FFI stage "record" has
+// it. A kernel there may start while the one before it ends; a call that XLA captures instead is a graph within that
+// graph, which waits.
 #pragma once
 
 #include <functional>
@@ -13,8 +13,8 @@
 
 namespace jax_qmm {
 
-// Which of several kernels a call takes. It is null where the call is to choose and say, and given where its kernels are in a
-// graph already, of which only the arguments can change.
+// Which of several kernels a call takes. It is null where the call is to choose and say, and given where its kernels
+// are in a graph already, of which only the arguments can change.
 using Chosen = std::optional<std::pair<int, int>>;
 
 // Calls its argument with a Submit, and the choice to keep.
@@ -36,11 +36,13 @@ int64_t count_recorded();
 template <>
 struct xla::ffi::CtxDecoding<jax_qmm::OnStream> {
   using Type = jax_qmm::Queue;
-  static std::optional<Type> Decode(XLA_FFI_Api const* api, XLA_FFI_ExecutionContext* ctx, DiagnosticEngine& diagnostic);
+  static std::optional<Type> Decode(XLA_FFI_Api const* api, XLA_FFI_ExecutionContext* ctx,
+                                    DiagnosticEngine& diagnostic);
 };
 
 template <>
 struct xla::ffi::CtxDecoding<jax_qmm::InGraph> {
   using Type = jax_qmm::Queue;
-  static std::optional<Type> Decode(XLA_FFI_Api const* api, XLA_FFI_ExecutionContext* ctx, DiagnosticEngine& diagnostic);
+  static std::optional<Type> Decode(XLA_FFI_Api const* api, XLA_FFI_ExecutionContext* ctx,
+                                    DiagnosticEngine& diagnostic);
 };

@@ -1,5 +1,5 @@
-// The ABI of XLA's FFI stage "record", which the headers of the oldest jaxlib that we support lack: version 0.1, as c_api.h
-// and record_c_api.h of jaxlib 0.11.2 have it. Version 0.2, of jaxlib 0.12, only adds to it.
+// The ABI of XLA's FFI stage "record", which the headers of the oldest jaxlib that we support lack: version 0.1, as
+// c_api.h and record_c_api.h of jaxlib 0.11.2 have it. Version 0.2, of jaxlib 0.12, only adds to it.
 #pragma once
 
 #include <cstddef>
@@ -31,8 +31,9 @@ struct RecordApi {
   static constexpr int kCubin = 1, kHostValue = 1, kUpdate = 1;
 
   XLA_FFI_Error* (*create_launch)(void* context, char const* kernel_name, void const* kernel_data, int64_t kernel_size,
-                                  int format, LaunchDims, uint32_t shared_memory, int32_t uses_pdl, KernelArguments const*,
-                                  void const* const* dependencies, uint32_t num_dependencies, void const** command);
+                                  int format, LaunchDims, uint32_t shared_memory, int32_t uses_pdl,
+                                  KernelArguments const*, void const* const* dependencies, uint32_t num_dependencies,
+                                  void const** command);
   XLA_FFI_Error* (*update_launch)(void* context, void const* command, KernelArguments const*);
   void *create_memcpy, *update_memcpy;
   XLA_FFI_Error* (*request_stream_capture)(void* context);

@@ -1,5 +1,5 @@
-// Registering handlers of the stage "record", which JAX has no way for. XLA asks every handler for its metadata as it is
-// registered, and gives its own API along, which can register others.
+// Registering handlers of the stage "record", which JAX has no way for. XLA asks every handler for its metadata as it
+// is registered, and gives its own API along, which can register others.
 #include <cstring>
 
 #include "ffi/handlers.h"

@@ -12,8 +12,8 @@ namespace jax_qmm {
 namespace {
 
 // Reads a vector of shape (1 | batch, 1 | length).
-ffi::Error read_vector(ffi::AnyBuffer const& buffer, char const* name, std::initializer_list<DType> dtypes, int64_t batch,
-                       int64_t length, Vector& vector) {
+ffi::Error read_vector(ffi::AnyBuffer const& buffer, char const* name, std::initializer_list<DType> dtypes,
+                       int64_t batch, int64_t length, Vector& vector) {
   JAX_QMM_RETURN_IF_ERROR(check_dtype(buffer, name, dtypes));
   JAX_QMM_RETURN_IF_ERROR(check_rank(buffer, name, 2));
   auto const dims = buffer.dimensions();
@@ -49,8 +49,8 @@ ffi::Error read_vectors(ffi::RemainingArgs buffers, std::string_view names, Scal
   return ffi::Error::Success();
 }
 
-ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors, ffi::AnyBuffer out, std::string_view names,
-                bool fast_accum, ScaledMm& problem) {
+ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors, ffi::AnyBuffer out,
+                std::string_view names, bool fast_accum, ScaledMm& problem) {
   JAX_QMM_RETURN_IF_ERROR(check_dtype(a, "a", {DType::kS8, DType::kF8E4M3}));
   JAX_QMM_RETURN_IF_ERROR(check_dtype(b, "b", {*dtype_of(a)}));
   JAX_QMM_RETURN_IF_ERROR(check_rank(a, "a", 3));
@@ -97,8 +97,8 @@ ffi::Error scaled_mm(Queue const& queue, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi
   JAX_QMM_RETURN_IF_ERROR(read(a, b, vectors, *out, names, fast_accum, problem));
   int device, sm_count;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaGetDevice(&device), "cudaGetDevice"));
-  JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device),
-                                     "cudaDeviceGetAttribute"));
+  JAX_QMM_RETURN_IF_ERROR(
+      cuda_error(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute"));
   return queue([&](Submit const& submit, Chosen& chosen) {
     ScaledMmChoice const choice =
         chosen ? ScaledMmChoice{chosen->first, chosen->second} : select_scaled_mm(problem, sm_count);

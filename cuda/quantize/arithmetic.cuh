@@ -1,13 +1,13 @@
 // The arithmetic of the quantizers, bit for bit as quantize.h has it, on the device and on the host.
 #pragma once
 
-#include <cfloat>
-#include <cmath>
-#include <cstdint>
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
+
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
 
 namespace jax_qmm::quantize {
 
@@ -82,20 +82,20 @@ struct Scale {
 
 // IEEE division of many values by one, in three instructions each.
 //
-// With r = RN(1 / s), a = RN(x r) and e = RN(a s - x), the result RN(a - e r) is RN(x / s). This is Markstein's division,
-// with a first approximation that may be one place further off than his:
-// Let the mantissas be integers X, S in [2^23, 2^24) and Q = x / s in units of its last place. r is off by a factor
-// 1 + d, |d| <= S 2^-48, so x r misses Q by at most X 2^-24 < 1 and a by less than 3/2. e is exact where |a - Q| <= 1,
-// else off by 2^-24 of itself, so a - e r misses Q by less than 5 * 2^-24. The result is wrong only if a midpoint of two
-// floats lies between. Then a is one of these two floats: for any other, x r misses Q by more than 1 - 5 * 2^-24, which
-// takes S > X > 2^24 - 6, and there Q is nearly an integer. With t the distance from Q to the midpoint, |a - Q| is at most
-// 1/2 + t, e is exact, and a - e r misses Q by at most (1/2 + t) S 2^-48. A quotient is never a midpoint, and t is at
-// least 1 / (2 S). So to reach the midpoint takes S (S + 1) >= 2^48, which no S satisfies.
+// With r = RN(1 / s), a = RN(x r) and e = RN(a s - x), the result RN(a - e r) is RN(x / s). This is Markstein's
+// division, with a first approximation that may be one place further off than his: Let the mantissas be integers X, S
+// in [2^23, 2^24) and Q = x / s in units of its last place. r is off by a factor 1 + d, |d| <= S 2^-48, so x r misses Q
+// by at most X 2^-24 < 1 and a by less than 3/2. e is exact where |a - Q| <= 1, else off by 2^-24 of itself, so a - e r
+// misses Q by less than 5 * 2^-24. The result is wrong only if a midpoint of two floats lies between. Then a is one of
+// these two floats: for any other, x r misses Q by more than 1 - 5 * 2^-24, which takes S > X > 2^24 - 6, and there Q
+// is nearly an integer. With t the distance from Q to the midpoint, |a - Q| is at most 1/2 + t, e is exact, and a - e r
+// misses Q by at most (1/2 + t) S 2^-48. A quotient is never a midpoint, and t is at least 1 / (2 S). So to reach the
+// midpoint takes S (S + 1) >= 2^48, which no S satisfies.
 //
 // r, a and e must not overflow or underflow for this. With s in the range below they do not, wherever |x / s| is in
-// [2^-20, 2^127]. Smaller quotients come out small enough to become 0, with the sign of x: where x is a zero e is +0, so
-// that a - e r keeps the sign of a. Larger ones saturate, but an infinite a must be kept from the subtraction; there is
-// none where the scale comes from the values themselves.
+// [2^-20, 2^127]. Smaller quotients come out small enough to become 0, with the sign of x: where x is a zero e is +0,
+// so that a - e r keeps the sign of a. Larger ones saturate, but an infinite a must be kept from the subtraction; there
+// is none where the scale comes from the values themselves.
 struct Divisor {
   float value, reciprocal;
   bool quick;
@@ -138,9 +138,7 @@ __host__ __device__ uint32_t convert(float x0, float x1, float x2, float x3) {
 #ifdef __CUDA_ARCH__
   if constexpr (kind != Kind::kFp8) {
     uint32_t upper, all;
-    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;"
-        : "=r"(upper)
-        : "r"(round_to_int32(x3)), "r"(round_to_int32(x2)));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(upper) : "r"(round_to_int32(x3)), "r"(round_to_int32(x2)));
     asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;"
         : "=r"(all)
         : "r"(round_to_int32(x1)), "r"(round_to_int32(x0)), "r"(upper));

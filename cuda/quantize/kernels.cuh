@@ -146,8 +146,8 @@ struct Piece {
   }
 };
 
-// Elements [first, end) of a row whose scale is none that Divisor is quick for: zero, minute, huge, negative or NaN. Rare,
-// so one element at a time.
+// Elements [first, end) of a row whose scale is none that Divisor is quick for: zero, minute, huge, negative or NaN.
+// Rare, so one element at a time.
 template <Kind kind, class In>
 __device__ void quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t end, float scale, float zero_point) {
 #pragma unroll 1
@@ -156,9 +156,9 @@ __device__ void quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t 
   }
 }
 
-// Dynamic, one scale for each row. Each row of threads takes one row of x, a piece at a time; where that is one piece, x
-// is read once, otherwise a second time, from the L2 cache if it is not too long, starting with the piece at hand. Small
-// rows always are one piece.
+// Dynamic, one scale for each row. Each row of threads takes one row of x, a piece at a time; where that is one piece,
+// x is read once, otherwise a second time, from the L2 cache if it is not too long, starting with the piece at hand.
+// Small rows always are one piece.
 template <class In, Kind kind, int V, int N>
 __global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
     quantize_rows(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points) {
@@ -221,8 +221,9 @@ __global__ void __launch_bounds__(kPieceThreads) find_range(In const* x, int64_t
   }
 }
 
-// Given scales, each of `scale_stride` rows apart, or the range of the tensor in `words`: then the scale follows from it
-// and is written. Pieces of a row are independent; the last goes first, because find_range has left it in the L2 cache.
+// Given scales, each of `scale_stride` rows apart, or the range of the tensor in `words`: then the scale follows from
+// it and is written. Pieces of a row are independent; the last goes first, because find_range has left it in the L2
+// cache.
 template <class In, Kind kind, int V, int N>
 __global__ void __launch_bounds__(kPieceThreads, V > 1 ? 5 : 4)
     quantize_given(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points,

@@ -1,12 +1,11 @@
 // How the quantizers are cut into launches of their kernels.
-#include "quantize/quantize.h"
-
 #include <algorithm>
 #include <atomic>
 
 #include "launch.cuh"
 #include "once_per_device.h"
 #include "quantize/kernels.cuh"
+#include "quantize/quantize.h"
 
 namespace jax_qmm {
 namespace quantize {
@@ -46,8 +45,8 @@ struct Launches {
   }
 
   template <int V, int N>
-  static cudaError_t given(Quantize const& p, In const* x, uint8_t* q, int64_t rows, int64_t cols, uint32_t const* words,
-                           Submit const& submit) {
+  static cudaError_t given(Quantize const& p, In const* x, uint8_t* q, int64_t rows, int64_t cols,
+                           uint32_t const* words, Submit const& submit) {
     if (cols == 0) return cudaSuccess;
     dim3 const block = block_of(std::min<int64_t>(kPieceThreads, warps(ceil_div(cols, V * N))));
     dim3 const grid(ceil_div(cols, block.x * V * N), std::min<int64_t>(ceil_div(rows, block.y), 65535));
@@ -121,9 +120,12 @@ struct Launches {
 template <class In, class F>
 cudaError_t with_kind(Kind kind, F f) {
   switch (kind) {
-    case Kind::kInt8: return f(Launches<In, Kind::kInt8>{});
-    case Kind::kInt8ZeroPoint: return f(Launches<In, Kind::kInt8ZeroPoint>{});
-    case Kind::kFp8: return f(Launches<In, Kind::kFp8>{});
+    case Kind::kInt8:
+      return f(Launches<In, Kind::kInt8>{});
+    case Kind::kInt8ZeroPoint:
+      return f(Launches<In, Kind::kInt8ZeroPoint>{});
+    case Kind::kFp8:
+      return f(Launches<In, Kind::kFp8>{});
   }
   return cudaErrorInvalidValue;
 }
@@ -131,18 +133,20 @@ cudaError_t with_kind(Kind kind, F f) {
 template <class F>
 cudaError_t with_launches(DType in, Kind kind, F f) {
   switch (in) {
-    case DType::kF32: return with_kind<float>(kind, f);
-    case DType::kBF16: return with_kind<__nv_bfloat16>(kind, f);
-    case DType::kF16: return with_kind<__half>(kind, f);
-    default: return cudaErrorInvalidValue;
+    case DType::kF32:
+      return with_kind<float>(kind, f);
+    case DType::kBF16:
+      return with_kind<__nv_bfloat16>(kind, f);
+    case DType::kF16:
+      return with_kind<__half>(kind, f);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 
 template <class F>
 cudaError_t with_launches(Quantize const& p, F f) {
-  Kind const kind = p.out == DType::kF8E4M3      ? Kind::kFp8
-                    : p.zero_point == nullptr ? Kind::kInt8
-                                              : Kind::kInt8ZeroPoint;
+  Kind const kind = p.out == DType::kF8E4M3 ? Kind::kFp8 : p.zero_point == nullptr ? Kind::kInt8 : Kind::kInt8ZeroPoint;
   return with_launches(p.in, kind, f);
 }
 

@@ -1,10 +1,10 @@
 // The arithmetic of the epilogue, shared by all kernels, and its operands as a kernel sees them.
 #pragma once
 
-#include <type_traits>
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <type_traits>
 
 #include "scaled_mm/scaled_mm.h"
 
@@ -16,7 +16,8 @@ constexpr int kLine = 128;  // bytes of a line of the L2 cache, and of a row of 
 __device__ inline void prefetch_l2(void const* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
 // The first lines of each row, by the first `threads` of all blocks together.
-__device__ inline void prefetch_l2(void const* data, unsigned rows, unsigned lines, int64_t row_stride, unsigned threads) {
+__device__ inline void prefetch_l2(void const* data, unsigned rows, unsigned lines, int64_t row_stride,
+                                   unsigned threads) {
   unsigned const block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
   unsigned const all = gridDim.x * gridDim.y * gridDim.z * threads;
   for (unsigned i = block * threads + threadIdx.x; i < rows * lines; i += all) {
@@ -34,7 +35,9 @@ struct VectorArg {
   T absent;
 
   // So that the epilogue doesn't wait for memory at a kernel's end.
-  __device__ void prefetch(unsigned threads) const { prefetch_l2(data, (bytes + kLine - 1) / kLine, 1, kLine, threads); }
+  __device__ void prefetch(unsigned threads) const {
+    prefetch_l2(data, (bytes + kLine - 1) / kLine, 1, kLine, threads);
+  }
 
   // Calls `use` with a pointer to what the data are, unless they are absent.
   template <class Use>
@@ -44,9 +47,12 @@ struct VectorArg {
       use(static_cast<T const*>(data));
     } else {
       switch (dtype) {
-        case DType::kBF16: return use(static_cast<__nv_bfloat16 const*>(data));
-        case DType::kF16: return use(static_cast<__half const*>(data));
-        default: return use(static_cast<float const*>(data));
+        case DType::kBF16:
+          return use(static_cast<__nv_bfloat16 const*>(data));
+        case DType::kF16:
+          return use(static_cast<__half const*>(data));
+        default:
+          return use(static_cast<float const*>(data));
       }
     }
   }
@@ -65,8 +71,8 @@ __device__ inline int32_t add(int32_t a, int32_t b) {
 __device__ inline float add(float a, float b) { return a + b; }
 
 __device__ inline float subtract_zero_point(int32_t acc, int32_t azp, int32_t azp_adj) {
-  return static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(acc) -
-                                                 static_cast<uint32_t>(azp) * static_cast<uint32_t>(azp_adj)));
+  return static_cast<float>(
+      static_cast<int32_t>(static_cast<uint32_t>(acc) - static_cast<uint32_t>(azp) * static_cast<uint32_t>(azp_adj)));
 }
 
 // Sums of fp8 have no zero points.
@@ -136,8 +142,8 @@ inline EpilogueArgs epilogue_args(ScaledMm const& p) {
   };
   // x + -0 is x for every x, -0 included. Without azp, azp_adj holds the products of the two; without both, 1 * 0 is
   // subtracted.
-  return {vector(p.scale_a, 1.0f), vector(p.scale_b, 1.0f), vector(p.bias, -0.0f), vector(p.azp, 1), vector(p.azp_adj, 0),
-          {p.out_dtype}};
+  return {vector(p.scale_a, 1.0f), vector(p.scale_b, 1.0f), vector(p.bias, -0.0f),
+          vector(p.azp, 1),        vector(p.azp_adj, 0),    {p.out_dtype}};
 }
 
 }  // namespace jax_qmm

@@ -1,12 +1,12 @@
-// The epilogue of CUTLASS' kernels. It has a tile's part of the scales, zero points and bias in shared memory: there a warp
-// of its own may bring them while the tile is multiplied, so that its end does not wait for memory. Which vectors are
-// present, their dtypes, and the dtype within the output's width are kernel arguments, so that one kernel serves them all.
+// The epilogue of CUTLASS' kernels. It has a tile's part of the scales, zero points and bias in shared memory: there a
+// warp of its own may bring them while the tile is multiplied, so that its end does not wait for memory. Which vectors
+// are present, their dtypes, and the dtype within the output's width are kernel arguments, so that one kernel serves
+// them all.
 #pragma once
 
 #include <algorithm>
 
 #include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
-
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/scaled_mm.h"
 
@@ -31,8 +31,8 @@ inline Weights weights(ScaledMm const& p, int sm_count) {
   return {p.b, unsigned(rows), unsigned(std::min(kBytes / rows, p.k) / kLine), p.k};
 }
 
-// `Ahead`: the vectors are brought by the warp that CUTLASS has for loads of an epilogue. It pays where a tile's end is short;
-// each subtile costs a barrier, and shared memory holds the vectors of two tiles.
+// `Ahead`: the vectors are brought by the warp that CUTLASS has for loads of an epilogue. It pays where a tile's end is
+// short; each subtile costs a barrier, and shared memory holds the vectors of two tiles.
 template <DType In, class Bits, bool Swap, bool Ahead, class CtaTile>
 struct Epilogue {
   static constexpr bool kInt8 = In == DType::kS8;
@@ -53,20 +53,22 @@ struct Epilogue {
     Vectors slots[kSlots];
   };
 
-  static Arguments arguments(ScaledMm const& p, int sm_count) {
-    return {epilogue_args(p), weights(p, sm_count)};
-  }
+  static Arguments arguments(ScaledMm const& p, int sm_count) { return {epilogue_args(p), weights(p, sm_count)}; }
 
   template <class ProblemShape>
-  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) { return args; }
+  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
+    return args;
+  }
   template <class ProblemShape>
-  static size_t get_workspace_size(ProblemShape const&, Arguments const&) { return 0; }
+  static size_t get_workspace_size(ProblemShape const&, Arguments const&) {
+    return 0;
+  }
 
   Params params;
   Vectors* slots;
 
-  // Of all that CUTLASS' kernels do before they wait for the one before them, making this is what is open to us. CUTLASS has
-  // it compile for the host, too.
+  // Of all that CUTLASS' kernels do before they wait for the one before them, making this is what is open to us.
+  // CUTLASS has it compile for the host, too.
   CUTLASS_HOST_DEVICE Epilogue() {}
   CUTLASS_HOST_DEVICE Epilogue(Params const& params, SharedStorage const& storage)
       : params(params), slots(const_cast<Vectors*>(storage.slots)) {
@@ -125,8 +127,8 @@ struct Epilogue {
     }
   };
 
-  // Both sides count a kernel's subtiles, and every tile has as many. A slot's next tile but one comes when the pipeline,
-  // which has no more stages than a tile has subtiles, says that this one's are done.
+  // Both sides count a kernel's subtiles, and every tile has as many. A slot's next tile but one comes when the
+  // pipeline, which has no more stages than a tile has subtiles, says that this one's are done.
   template <class EpilogueTile>
   CUTLASS_DEVICE static int slot(int subtile) {
     return subtile / int(size(shape_div(take<0, 2>(CtaTile{}), EpilogueTile{}))) % kSlots;
@@ -138,7 +140,8 @@ struct Epilogue {
     Vectors* slots;
     int lane;
 
-    CUTLASS_DEVICE Producer(Source const& source, Vectors* slots, int lane) : source(source), slots(slots), lane(lane) {}
+    CUTLASS_DEVICE Producer(Source const& source, Vectors* slots, int lane)
+        : source(source), slots(slots), lane(lane) {}
 
     CUTLASS_DEVICE void step(uint64_t*, int epi_m, int epi_n, int subtile, bool) const {
       if (epi_m == 0 && epi_n == 0) source.template bring_all<32>(slots[slot<EpilogueTile>(subtile)], lane);
@@ -173,9 +176,11 @@ struct Epilogue {
   CUTLASS_DEVICE static auto operand(T* first_slot, Args const& args) {
     constexpr bool kAlongRows = AlongM != Swap;
     auto const shape = append(take<0, 2>(CtaTile{}), Int<kSlots>{});
-    Tensor vectors = make_tensor(make_smem_ptr(first_slot), shape,
-                                 make_stride(Int<kAlongRows>{}, Int<!kAlongRows>{}, Int<sizeof(Vectors) / sizeof(T)>{}));
-    Tensor smem = fusion::sm90_partition_for_epilogue<ReferenceSrc>(vectors, args.epi_tile, args.tiled_copy, args.thread_idx);
+    Tensor vectors =
+        make_tensor(make_smem_ptr(first_slot), shape,
+                    make_stride(Int<kAlongRows>{}, Int<!kAlongRows>{}, Int<sizeof(Vectors) / sizeof(T)>{}));
+    Tensor smem =
+        fusion::sm90_partition_for_epilogue<ReferenceSrc>(vectors, args.epi_tile, args.tiled_copy, args.thread_idx);
     Tensor values = make_tensor_like<T>(take<0, 3>(smem));
     return Operand<T, kAlongRows, decltype(smem), decltype(values)>{smem, values};
   }
@@ -191,9 +196,15 @@ struct Epilogue {
     Azp azp;
     AzpAdj azp_adj;
 
-    CUTLASS_DEVICE Consumer(Source const& source, Vectors* slots, int thread, ScaleA const& scale_a, ScaleB const& scale_b,
-                            Bias const& bias, Azp const& azp, AzpAdj const& azp_adj)
-        : source(source), slots(slots), thread(thread), scale_a(scale_a), scale_b(scale_b), bias(bias), azp(azp),
+    CUTLASS_DEVICE Consumer(Source const& source, Vectors* slots, int thread, ScaleA const& scale_a,
+                            ScaleB const& scale_b, Bias const& bias, Azp const& azp, AzpAdj const& azp_adj)
+        : source(source),
+          slots(slots),
+          thread(thread),
+          scale_a(scale_a),
+          scale_b(scale_b),
+          bias(bias),
+          azp(azp),
           azp_adj(azp_adj) {}
 
     CUTLASS_DEVICE void begin() {
@@ -234,8 +245,8 @@ struct Epilogue {
     auto bias = operand<false, ReferenceSrc>(slots->bias, args);
     auto azp = operand<true, ReferenceSrc>(slots->azp, args);
     auto azp_adj = operand<false, ReferenceSrc>(slots->azp_adj, args);
-    return Consumer<decltype(args.epi_tile), decltype(size(args.tiled_copy))::value, decltype(scale_a), decltype(scale_b),
-                    decltype(bias), decltype(azp), decltype(azp_adj)>(
+    return Consumer<decltype(args.epi_tile), decltype(size(args.tiled_copy))::value, decltype(scale_a),
+                    decltype(scale_b), decltype(bias), decltype(azp), decltype(azp_adj)>(
         Source(params, args), slots, args.thread_idx, scale_a, scale_b, bias, azp, azp_adj);
   }
 };

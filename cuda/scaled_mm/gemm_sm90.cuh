@@ -10,7 +10,6 @@
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/kernel_hardware_info.h"
-
 #include "launch.cuh"
 #include "scaled_mm/epilogues_sm90.cuh"
 #include "scaled_mm/gemm_sm90.h"
@@ -29,12 +28,12 @@ struct GemmTypes {
   using LayoutD = cute::conditional_t<Swap, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
   using Tile = Shape<Int<TileM>, Int<TileN>, Int<TileK>>;
   using Cluster = Shape<Int<ClusterM>, Int<ClusterN>, _1>;
-  using KernelSchedule = cute::conditional_t<
-      accum == Accum::kFast,
-      cute::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
-                          cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum>,
-      cute::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>>;
+  using KernelSchedule =
+      cute::conditional_t<accum == Accum::kFast,
+                          cute::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
+                                              cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum>,
+                          cute::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                                              cutlass::gemm::KernelTmaWarpSpecializedCooperative>>;
   using EpilogueSchedule = cute::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
                                                cutlass::epilogue::TmaWarpSpecializedCooperative>;
 

@@ -10,10 +10,10 @@ enum class Accum { kFast, kFull };
 // one_tile_sm90.h.
 enum class Schedule { kPingpong, kCooperative, kSkinny, kOneTile };
 
-// The same product as a batch of tiles of rows that overlap, where M would leave the last of a few tiles partly empty: TMA
-// fills missing rows with zeros more slowly than it reads rows, which shows from 16 of them on. Rows in two tiles are
-// computed twice, alike. A tile still lacks up to tiles - 2 rows. Not where b does not stay in L2, as each tile of rows reads
-// it again.
+// The same product as a batch of tiles of rows that overlap, where M would leave the last of a few tiles partly empty:
+// TMA fills missing rows with zeros more slowly than it reads rows, which shows from 16 of them on. Rows in two tiles
+// are computed twice, alike. A tile still lacks up to tiles - 2 rows. Not where b does not stay in L2, as each tile of
+// rows reads it again.
 inline ScaledMm overlap_tiles(ScaledMm p, int rows_of_cluster) {
   int constexpr kMostTiles = 4, kFewRows = 16, kBytesInL2 = 32 << 20;
   int const tiles = (p.m - 1) / rows_of_cluster + 1;
@@ -39,6 +39,6 @@ struct Gemm {
 }  // namespace jax_qmm::sm90
 
 // The kernel of one line of instances_sm90.def.
-#define JAX_QMM_GEMM(in, accum, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)           \
-  ::jax_qmm::sm90::Gemm<::jax_qmm::DType::in, ::jax_qmm::sm90::Accum::accum, out_bytes, tile_m, tile_n, tile_k,   \
+#define JAX_QMM_GEMM(in, accum, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)        \
+  ::jax_qmm::sm90::Gemm<::jax_qmm::DType::in, ::jax_qmm::sm90::Accum::accum, out_bytes, tile_m, tile_n, tile_k, \
                         cluster_m, cluster_n, ::jax_qmm::sm90::Schedule::schedule, swap>

@@ -8,9 +8,9 @@
 namespace jax_qmm {
 namespace {
 
-constexpr int kTile = 64;             // rows, columns and K bytes of a tile
-constexpr int kPitch = kTile + 16;    // bytes between rows in shared memory: the fragments' loads hit 32 distinct banks
-constexpr int kThreads = 128;         // 2 x 2 warps of 32 x 32
+constexpr int kTile = 64;           // rows, columns and K bytes of a tile
+constexpr int kPitch = kTile + 16;  // bytes between rows in shared memory: the fragments' loads hit 32 distinct banks
+constexpr int kThreads = 128;       // 2 x 2 warps of 32 x 32
 constexpr int kWordsPerThread = kTile * kTile / 4 / kThreads;
 
 struct Params {
@@ -134,13 +134,22 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
 cudaError_t launch_generic(ScaledMm const& p, Submit const& submit) {
   auto address = [](void const* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
   bool const words = (address(p.a) | address(p.b) | uintptr_t(p.k)) % 4 == 0;
-  Params params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, p.k,
-                p.a_batch_stride, p.b_batch_stride, words ? 4 : 1, epilogue_args(p)};
+  Params params{static_cast<uint8_t const*>(p.a),
+                static_cast<uint8_t const*>(p.b),
+                p.out,
+                p.m,
+                p.n,
+                p.k,
+                p.a_batch_stride,
+                p.b_batch_stride,
+                words ? 4 : 1,
+                epilogue_args(p)};
   int64_t const tiles = int64_t(p.m + kTile - 1) / kTile * ((p.n + kTile - 1) / kTile) * p.batch;
   if (tiles > INT32_MAX) return cudaErrorInvalidConfiguration;
   bool const two_bytes = bytes_of(p.out_dtype) == 2;
-  auto* kernel = p.in == DType::kS8 ? (two_bytes ? generic_kernel<int32_t, uint16_t> : generic_kernel<int32_t, uint32_t>)
-                                    : (two_bytes ? generic_kernel<float, uint16_t> : generic_kernel<float, uint32_t>);
+  auto* kernel = p.in == DType::kS8
+                     ? (two_bytes ? generic_kernel<int32_t, uint16_t> : generic_kernel<int32_t, uint32_t>)
+                     : (two_bytes ? generic_kernel<float, uint16_t> : generic_kernel<float, uint32_t>);
   return launch(submit, {unsigned(tiles), kThreads}, kernel, params);
 }
 

@@ -16,7 +16,9 @@ void check(cudaError_t error) {
 template <auto destroy>
 struct Destroy {
   template <class T>
-  void operator()(T* made) const { destroy(made); }
+  void operator()(T* made) const {
+    destroy(made);
+  }
 };
 using Buffer = std::unique_ptr<void, Destroy<cudaFree>>;
 using Stream = std::unique_ptr<CUstream_st, Destroy<cudaStreamDestroy>>;
@@ -91,7 +93,8 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
   std::vector<int> repeats;
   for (ScaledMmChoice choice : choices) {
     auto launch_all = [&] {
-      for (ScaledMm const& problem : problems) check(launch_scaled_mm(problem, choice, sm_count, on_stream(stream.get())));
+      for (ScaledMm const& problem : problems)
+        check(launch_scaled_mm(problem, choice, sm_count, on_stream(stream.get())));
     };
     // As many launches as make the graph's own start small beside them.
     launch_all();

@@ -1,5 +1,5 @@
-// Warp-level tensor cores: c (16 x 8) += a (16 x 32) * b (32 x 8) of 8-bit operands, in the fragments' layout of the PTX ISA
-// for m16n8k32. e4m3 is widened to float16, whose products are exact, so its sums are full float32 ones.
+// Warp-level tensor cores: c (16 x 8) += a (16 x 32) * b (32 x 8) of 8-bit operands, in the fragments' layout of the
+// PTX ISA for m16n8k32. e4m3 is widened to float16, whose products are exact, so its sums are full float32 ones.
 #pragma once
 
 #include <cuda_fp8.h>

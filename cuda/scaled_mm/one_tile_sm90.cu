@@ -1,10 +1,8 @@
-// Products of few waves of tiles, mostly one: each block has one tile, or a part of its K, and ends. Without a next tile to go
-// on with, all shared memory is stages, and what the blocks of a cluster have added up passes through the same memory: each
-// sums some rows of the tile from all parts, in a fixed order. Two warps load, by TMA, and warpgroups multiply; small blocks
-// share an SM, so that one reads while another ends.
+// Products of few waves of tiles, mostly one: each block has one tile, or a part of its K, and ends. Without a next
+// tile to go on with, all shared memory is stages, and what the blocks of a cluster have added up passes through the
+// same memory: each sums some rows of the tile from all parts, in a fixed order. Two warps load, by TMA, and warpgroups
+// multiply; small blocks share an SM, so that one reads while another ends.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-#include "scaled_mm/one_tile_sm90.h"
-
 #include <algorithm>
 #include <type_traits>
 
@@ -14,9 +12,9 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/array.h"
 #include "cutlass/cuda_host_adapter.hpp"
-
 #include "launch.cuh"
 #include "scaled_mm/epilogue.cuh"
+#include "scaled_mm/one_tile_sm90.h"
 
 namespace jax_qmm::sm90 {
 namespace {
@@ -33,15 +31,17 @@ struct Params {
 };
 
 // X is the operand whose rows are the tensor cores' M, Y the other.
-template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
-          bool Swap>
+template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
+          int BlocksPerSm, bool Swap>
 struct Types {
   using Element = conditional_t<In == DType::kS8, int8_t, cutlass::float_e4m3_t>;
   using Accumulator = conditional_t<In == DType::kS8, int32_t, float>;
   using Bits = conditional_t<OutBytes == 2, uint16_t, uint32_t>;
-  using Mma = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, Accumulator, Shape<_64, Int<TileY>, Int<TileK>>>(),
-                                      Layout<Shape<Int<TileX / 64>, _1, _1>>{}));
-  static constexpr int kX = TileX, kY = TileY, kTileK = TileK, kClusterX = ClusterX, kClusterY = ClusterY, kSplit = Split;
+  using Mma =
+      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, Accumulator, Shape<_64, Int<TileY>, Int<TileK>>>(),
+                              Layout<Shape<Int<TileX / 64>, _1, _1>>{}));
+  static constexpr int kX = TileX, kY = TileY, kTileK = TileK, kClusterX = ClusterX, kClusterY = ClusterY,
+                       kSplit = Split;
   static constexpr int kBlocksPerSm = BlocksPerSm;
   static constexpr bool kSwap = Swap;
   static constexpr int kM = Swap ? TileY : TileX, kN = Swap ? TileX : TileY;
@@ -52,8 +52,8 @@ struct Types {
   static constexpr int box_a(int tile_m) { return (tile_m - 1) / kClusterN + 1; }
   static constexpr int kBoxB = kN / kClusterM;
   static constexpr int kShare = (kM + Split - 1) / Split;  // of the rows, that one block adds up
-  // Whether a block stores the sums that it adds up itself without the cluster's network: 3 to 5 % faster, but 1 to 3 % slower
-  // where the 8 rows that a warp has at a time are of several blocks, so that it goes both ways.
+  // Whether a block stores the sums that it adds up itself without the cluster's network: 3 to 5 % faster, but 1 to 3 %
+  // slower where the 8 rows that a warp has at a time are of several blocks, so that it goes both ways.
   static constexpr bool kStoresOwn = kShare >= 8;
 
   static constexpr int kMostStages = 32;
@@ -78,13 +78,13 @@ struct Types {
   static_assert(TileX % ClusterY == 0 && TileY % ClusterX == 0, "each block of a cluster loads as much");
 
   template <int Rows>
-  using Stages = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
-                                        Shape<Int<Rows>, Int<TileK>, Int<kStages>>{}));
+  using Stages =
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<Rows>, Int<TileK>, Int<kStages>>{}));
 };
 
 template <bool Multicast>
-__device__ void load(CUtensorMap const& boxes, int k, int row, int entry, uint8_t* to, uint64_t* full, uint16_t receivers,
-                     TMA::CacheHintSm90 hint) {
+__device__ void load(CUtensorMap const& boxes, int k, int row, int entry, uint8_t* to, uint64_t* full,
+                     uint16_t receivers, TMA::CacheHintSm90 hint) {
   if constexpr (Multicast) {
     SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes, full, receivers, static_cast<uint64_t>(hint), to, k, row, entry);
   } else {
@@ -92,8 +92,8 @@ __device__ void load(CUtensorMap const& boxes, int k, int row, int entry, uint8_
   }
 }
 
-// Without a release, which takes up to 1 us: what other blocks read of this one's memory are barriers, which have a fence of
-// their own.
+// Without a release, which takes up to 1 us: what other blocks read of this one's memory are barriers, which have a
+// fence of their own.
 __device__ void sync_cluster() {
   cluster_arrive_relaxed();
   cluster_wait();
@@ -101,14 +101,16 @@ __device__ void sync_cluster() {
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
-    one_tile_kernel(Params const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_x, CUTE_GRID_CONSTANT CUtensorMap const boxes_y) {
+    one_tile_kernel(Params const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_x,
+                    CUTE_GRID_CONSTANT CUtensorMap const boxes_y) {
   using Element = typename T::Element;
   using Accumulator = typename T::Accumulator;
   using Bits = typename T::Bits;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
   constexpr int kX = T::kX, kY = T::kY, kTileK = T::kTileK, kN = T::kN, kSplit = T::kSplit, kShare = T::kShare;
-  constexpr int kClusterX = T::kClusterX, kClusterY = T::kClusterY, kStages = T::kStages, kMathThreads = T::kMathThreads;
+  constexpr int kClusterX = T::kClusterX, kClusterY = T::kClusterY, kStages = T::kStages,
+                kMathThreads = T::kMathThreads;
   extern __shared__ __align__(1024) uint8_t memory[];
   uint8_t* const memory_y = memory + kStages * kX * kTileK;
   auto& smem = *reinterpret_cast<typename T::Shared*>(memory + kStages * T::kStage);
@@ -131,13 +133,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   CUtensorMap const& boxes_b = T::kSwap ? boxes_x : boxes_y;
   bool const multiplies = warp < kMathWarps;
 
-  // What this block loads of b in a stage, and of a: its share of the rows, where blocks of a cluster load for each other.
+  // What this block loads of b in a stage, and of a: its share of the rows, where blocks of a cluster load for each
+  // other.
   auto const box_row = [&](bool of_b, bool of_x) {
     return (of_b ? first_n : first_m) + (of_x ? in_y : in_x) * (of_b ? T::kBoxB : T::box_a(p.tile_m));
   };
   if (warp == kLoadsB) {
-    // By the time the kernel before this one is done, what the first loads read of b is in L2, as prefetch_l2 has it. Of 16 to
-    // 128 KB and parts of 1/5 to 1, these were the fastest for most weights; more delays the rest by up to 20 %.
+    // By the time the kernel before this one is done, what the first loads read of b is in L2, as prefetch_l2 has it.
+    // Of 16 to 128 KB and parts of 1/5 to 1, these were the fastest for most weights; more delays the rest by up to 20
+    // %.
     constexpr int kAhead = (48 << 10) / (T::kBoxB * kTileK);
     if (elect_one_sync()) {
       prefetch_tma_descriptor(&boxes_b);
@@ -168,8 +172,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   auto const load_all = [&](auto of_x, CUtensorMap const& boxes, uint8_t* to) {
     constexpr bool kOfX = of_x, kOfB = kOfX == T::kSwap;
     constexpr int kShared = kOfX ? kClusterY : kClusterX;  // by so many blocks, which load a part of it each
-    // a is read again. EVICT_FIRST for b leaves a part of it in L2: 3 % faster where 6 weights take turns, and 0.6 % slower
-    // where 30 do.
+    // a is read again. EVICT_FIRST for b leaves a part of it in L2: 3 % faster where 6 weights take turns, and 0.6 %
+    // slower where 30 do.
     constexpr auto kHint = kOfB ? TMA::CacheHintSm90::EVICT_NORMAL : TMA::CacheHintSm90::EVICT_LAST;
     int const rows = kOfB ? T::kBoxB : T::box_a(p.tile_m), row = box_row(kOfB, kOfX);
     int const entry = (kOfB ? p.b_batched : p.a_batched) ? l : 0;
@@ -183,8 +187,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       Full::arrive_and_expect_tx(full, kShared * rows * kTileK);
 #pragma unroll
       for (int j = 0; j < kTileK; j += kLine) {
-        load<(kShared > 1)>(boxes, i * kTileK + j, row, entry, to + (stage * kTileK + j) * (kOfX ? kX : kY), full, receivers,
-                            kHint);
+        load<(kShared > 1)>(boxes, i * kTileK + j, row, entry, to + (stage * kTileK + j) * (kOfX ? kX : kY), full,
+                            receivers, kHint);
       }
       if (++stage == kStages) stage = 0, ++turn;
     }
@@ -238,10 +242,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       Full::wait(&smem.full[stage], phase);
       warpgroup_arrive();
 #pragma unroll
-      for (int k = 0; k < size<2>(fragments_x); ++k) gemm(mma, fragments_x(_, _, k, stage), fragments_y(_, _, k, stage), acc);
+      for (int k = 0; k < size<2>(fragments_x); ++k)
+        gemm(mma, fragments_x(_, _, k, stage), fragments_y(_, _, k, stage), acc);
       warpgroup_commit_batch();
       warpgroup_wait<1>();
-      // Only what is loaded into again: after its last load, a block may have ended, which others must not tell anything.
+      // Only what is loaded into again: after its last load, a block may have ended, which others must not tell
+      // anything.
       if (before >= 0 && i - 1 + kStages < end) release(before);
       before = stage;
       if (++stage == kStages) stage = 0, phase ^= 1;
@@ -250,12 +256,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     warpgroup_fence_operand(acc);
   }
 
-  // No more data arrive here, and no thread reads this block's stages any more. Other blocks write into them where they add
-  // up parts of K, so that the whole cluster must be done.
+  // No more data arrive here, and no thread reads this block's stages any more. Other blocks write into them where they
+  // add up parts of K, so that the whole cluster must be done.
   __syncthreads();
   if constexpr (kSplit > 1) {
     int const rows = min(kShare, T::kM - part * kShare);
-    if (threadIdx.x == 0) Full::arrive_and_expect_tx(&smem.added, (kSplit - T::kStoresOwn) * rows * kN * sizeof(Accumulator));
+    if (threadIdx.x == 0)
+      Full::arrive_and_expect_tx(&smem.added, (kSplit - T::kStoresOwn) * rows * kN * sizeof(Accumulator));
     sync_cluster();
   }
   auto const give = [&](int m, int n, auto value) {
@@ -291,8 +298,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
   }
 
-  // Each thread has some columns, whose scales it keeps, of each of some rows. All are in the matrix or none: TMA takes only
-  // rows of whole 16 bytes.
+  // Each thread has some columns, whose scales it keeps, of each of some rows. All are in the matrix or none: TMA takes
+  // only rows of whole 16 bytes.
   constexpr int kEach = 4, kAcross = kN / kEach, kDown = kMathThreads / kAcross;
   auto const some = [](auto const* from) {
     return *reinterpret_cast<cutlass::AlignedArray<remove_cvref_t<decltype(*from)>, kEach> const*>(from);
@@ -302,7 +309,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   if (threadIdx.x >= kAcross * kDown || first_n + column >= p.n) return;
   auto const scale_b = some(&smem.scale_b[column]), bias = some(&smem.bias[column]);
   auto const azp_adj = some(&smem.azp_adj[column]);
-  auto* const out = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + first_n + column;
+  auto* const out =
+      static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + first_n + column;
 #pragma unroll 4
   for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
     auto sums = some(&partial[row][column]);
@@ -339,15 +347,15 @@ cudaError_t make_boxes(void const* data, int rows, int64_t batch_stride, int box
 
 }  // namespace
 
-template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
-          bool Swap>
+template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
+          int BlocksPerSm, bool Swap>
 cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::prepare() {
   using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
   return cudaFuncSetAttribute(one_tile_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedMemory);
 }
 
-template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
-          bool Swap>
+template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
+          int BlocksPerSm, bool Swap>
 cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::launch(
     ScaledMm const& p, int, int, Submit const& submit) {
   using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
@@ -357,8 +365,8 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
   int const tiles_m = tiles(p.m, T::kM, T::kClusterM), tiles_n = tiles(p.n, T::kN, T::kClusterN);
   int const tile_m = (p.m - 1) / tiles_m + 1;
   CUtensorMap boxes_a, boxes_b;
-  // Where wide tiles alone read a part of b, L2 having two lines of a row for each that is asked for makes them 2 to 3 % faster
-  // (M of 128, N of 28672 and 57344). Others are up to 2 % slower so, or 6 % with both lines in a K tile.
+  // Where wide tiles alone read a part of b, L2 having two lines of a row for each that is asked for makes them 2 to 3
+  // % faster (M of 128, N of 28672 and 57344). Others are up to 2 % slower so, or 6 % with both lines in a K tile.
   auto const line = CU_TENSOR_MAP_L2_PROMOTION_L2_128B, lines = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   bool const ahead = tiles_m == 1 && T::kBoxB >= 192;
   cudaError_t error = make_boxes(p.a, p.m, p.a_batch_stride, T::box_a(tile_m), line, p, boxes_a);
@@ -367,8 +375,8 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
 
   LaunchShape const shape{dim3((Swap ? tiles_n : tiles_m) * Split, Swap ? tiles_m : tiles_n, p.batch), T::kThreads,
                           T::kSharedMemory, dim3(Split * ClusterX, ClusterY)};
-  Params const params{p.out, p.m, p.n, p.k, tile_m, p.a_batch_stride != 0, p.b_batch_stride != 0, p.out_batch_stride,
-                      epilogue_args(p)};
+  Params const params{
+      p.out, p.m, p.n, p.k, tile_m, p.a_batch_stride != 0, p.b_batch_stride != 0, p.out_batch_stride, epilogue_args(p)};
   return jax_qmm::launch(submit, shape, one_tile_kernel<T>, params, Swap ? boxes_b : boxes_a, Swap ? boxes_a : boxes_b);
 }
 

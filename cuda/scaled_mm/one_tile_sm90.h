@@ -5,8 +5,8 @@
 
 namespace jax_qmm::sm90 {
 
-template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split, int BlocksPerSm,
-          bool Swap>
+template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
+          int BlocksPerSm, bool Swap>
 struct OneTile {
   static cudaError_t prepare();
   static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, Submit const& submit);
@@ -15,6 +15,6 @@ struct OneTile {
 }  // namespace jax_qmm::sm90
 
 // The kernel of one ONE_TILE line of instances_sm90.def.
-#define JAX_QMM_ONE_TILE(in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)  \
-  ::jax_qmm::sm90::OneTile<::jax_qmm::DType::in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split,     \
+#define JAX_QMM_ONE_TILE(in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap) \
+  ::jax_qmm::sm90::OneTile<::jax_qmm::DType::in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split,  \
                            blocks_per_sm, swap>

@@ -48,20 +48,58 @@ struct Instance {
 template <DType In>
 constexpr Accum kTensorCoreAccum = In == DType::kS8 ? Accum::kFull : Accum::kFast;
 
-#define COST(...) Cost{__VA_ARGS__}
-#define GEMM(cost, in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)         \
-  {cost, DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, swap, 1, 0, 1, \
-   JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare,  \
+#define COST(...) \
+  Cost { __VA_ARGS__ }
+#define GEMM(cost, in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)        \
+  {cost,                                                                                                  \
+   DType::in,                                                                                             \
+   Accum::accum,                                                                                          \
+   bytes,                                                                                                 \
+   tile_m,                                                                                                \
+   tile_n,                                                                                                \
+   tile_k,                                                                                                \
+   cluster_m,                                                                                             \
+   cluster_n,                                                                                             \
+   Schedule::schedule,                                                                                    \
+   swap,                                                                                                  \
+   1,                                                                                                     \
+   0,                                                                                                     \
+   1,                                                                                                     \
+   JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::prepare, \
    JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)::launch},
-#define SKINNY(cost, in, bytes, warps, steps, blocks_per_sm)                                                          \
-  {cost, DType::in, Accum::kFull, bytes, sm90::kSkinnyRows, sm90::kSkinnyM, sm90::kSkinnyStep * steps * warps, 1, 1, \
-   Schedule::kSkinny, true, blocks_per_sm, warps, 1,                                                                 \
-   JAX_QMM_SKINNY(in, bytes, warps, steps, blocks_per_sm)::prepare,                                                  \
+#define SKINNY(cost, in, bytes, warps, steps, blocks_per_sm)        \
+  {cost,                                                            \
+   DType::in,                                                       \
+   Accum::kFull,                                                    \
+   bytes,                                                           \
+   sm90::kSkinnyRows,                                               \
+   sm90::kSkinnyM,                                                  \
+   sm90::kSkinnyStep * steps * warps,                               \
+   1,                                                               \
+   1,                                                               \
+   Schedule::kSkinny,                                               \
+   true,                                                            \
+   blocks_per_sm,                                                   \
+   warps,                                                           \
+   1,                                                               \
+   JAX_QMM_SKINNY(in, bytes, warps, steps, blocks_per_sm)::prepare, \
    JAX_QMM_SKINNY(in, bytes, warps, steps, blocks_per_sm)::launch},
-#define ONE_TILE(cost, in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)         \
-  {cost, DType::in, kTensorCoreAccum<DType::in>, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n,                \
-   Schedule::kOneTile, swap, blocks_per_sm, 0, split,                                                                \
-   JAX_QMM_ONE_TILE(in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)::prepare,   \
+#define ONE_TILE(cost, in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)        \
+  {cost,                                                                                                           \
+   DType::in,                                                                                                      \
+   kTensorCoreAccum<DType::in>,                                                                                    \
+   bytes,                                                                                                          \
+   tile_m,                                                                                                         \
+   tile_n,                                                                                                         \
+   tile_k,                                                                                                         \
+   cluster_m,                                                                                                      \
+   cluster_n,                                                                                                      \
+   Schedule::kOneTile,                                                                                             \
+   swap,                                                                                                           \
+   blocks_per_sm,                                                                                                  \
+   0,                                                                                                              \
+   split,                                                                                                          \
+   JAX_QMM_ONE_TILE(in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)::prepare, \
    JAX_QMM_ONE_TILE(in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)::launch},
 Instance const kInstances[] = {
 #include "scaled_mm/instances_sm90.def"
@@ -97,8 +135,8 @@ bool serves(Instance const& i, ScaledMm const& p) {
 // The grid is padded to whole squares of tiles, which costs more than the reuse gains unless it fits.
 int swizzle_for(Instance const& i, ScaledMm const& p) {
   int constexpr kSquare = 8;
-  bool const fits = ceil_div(p.m, i.tile_m) % (kSquare * i.cluster_m) == 0 &&
-                    ceil_div(p.n, i.tile_n) % (kSquare * i.cluster_n) == 0;
+  bool const fits =
+      ceil_div(p.m, i.tile_m) % (kSquare * i.cluster_m) == 0 && ceil_div(p.n, i.tile_n) % (kSquare * i.cluster_n) == 0;
   return fits && !i.swap && p.m >= 4096 && p.n >= 8192 ? kSquare : 1;
 }
 
@@ -110,29 +148,28 @@ std::optional<ScaledMmTerms> terms_of(Instance const& i, ScaledMm const& problem
   bool const persistent = i.schedule == Schedule::kPingpong || i.schedule == Schedule::kCooperative;
   ScaledMm const p = persistent ? sm90::overlap_tiles(problem, i.rows_of_a()) : problem;
   int const cluster = i.cluster_m * i.cluster_n * i.split;
-  // The SMs of a cluster are of one GPC, which often has some that make no whole cluster: of 132, 120 make clusters of 4
-  // or 8, and 102 of 6.
+  // The SMs of a cluster are of one GPC, which often has some that make no whole cluster: of 132, 120 make clusters of
+  // 4 or 8, and 102 of 6.
   int const sms = cluster == 6 ? sm_count * 7 / 9 : cluster > 2 ? sm_count * 10 / 11 : sm_count;
   double const waves = ceil_div(count_clusters(i, p), std::max(1, sms * i.blocks_per_sm / cluster));
   bool const several_rows = p.m > i.rows_of_a();
   if (i.schedule == Schedule::kOneTile && several_rows && waves > kMostWaves) return std::nullopt;
-  double const bytes = double(problem.batch) * (double(problem.m) * p.k + double(p.n) * p.k +
-                                                double(problem.m) * p.n * bytes_of(p.out_dtype));
+  double const bytes = double(problem.batch) *
+                       (double(problem.m) * p.k + double(p.n) * p.k + double(problem.m) * p.n * bytes_of(p.out_dtype));
   return ScaledMmTerms{waves, double(ceil_div(p.k, i.tile_k * i.split)), bytes / 4.3e6};  // a copy reaches 4.3 TB/s
 }
 
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
 double predict(Cost const& cost, ScaledMmTerms const& t) {
   auto const cube = [](double x) { return x * x * x; };
-  return cost.launch + std::cbrt(cube(t.waves * (t.k_tiles * cost.k_tile + cost.tile)) + cube(t.copy_us * cost.reading));
+  return cost.launch +
+         std::cbrt(cube(t.waves * (t.k_tiles * cost.k_tile + cost.tile)) + cube(t.copy_us * cost.reading));
 }
 
 // Measured choices: for operands and output of some kind and one N and K, by M.
 using TuningKey = std::tuple<DType, Accum, int, int, int, int>;
 
-TuningKey tuning_key(ScaledMm const& p) {
-  return {p.in, accum_of(p), bytes_of(p.out_dtype), p.n, p.k, p.batch};
-}
+TuningKey tuning_key(ScaledMm const& p) { return {p.in, accum_of(p), bytes_of(p.out_dtype), p.n, p.k, p.batch}; }
 
 std::shared_mutex tuning_mutex;
 std::map<TuningKey, std::map<int, ScaledMmChoice>> tuning;

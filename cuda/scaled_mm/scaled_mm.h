@@ -1,17 +1,18 @@
 // Scaled matrix products of 8-bit operands: all that the FFI handlers and the bindings see of this family.
 //
-//   out[l, m, n] = scale_a[l, m] * scale_b[l, n] * (sum_k a[l, m, k] * b[l, n, k] - azp[l, m] * azp_adj[l, n]) + bias[l, n]
+//   out[l, m, n] = scale_a[l, m] * scale_b[l, n] * (sum_k a[l, m, k] * b[l, n, k] - azp[l, m] * azp_adj[l, n]) +
+//   bias[l, n]
 //
 // Products of int8 are summed, and zero points subtracted, in int32 (modulo 2^32); then float32 with one fused
 // multiply-add; then one rounding to the output's dtype. An int32 output is the sums themselves.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
-
-#include <cuda_runtime_api.h>
 
 #include "dtype.h"
 #include "launch.h"
@@ -37,9 +38,9 @@ struct ScaledMm {
   int m, n, k, batch;
   int64_t a_batch_stride, b_batch_stride;  // 0 where one matrix serves the whole batch
   int64_t out_batch_stride;
-  DType in;                                // kS8 or kF8E4M3
-  DType out_dtype;                         // kBF16, kF16, kF32, or kS32 for the raw sums of int8
-  bool fast_accum;                         // fp8: sum inside the tensor cores' narrow accumulator
+  DType in;         // kS8 or kF8E4M3
+  DType out_dtype;  // kBF16, kF16, kF32, or kS32 for the raw sums of int8
+  bool fast_accum;  // fp8: sum inside the tensor cores' narrow accumulator
   Vector scale_a, scale_b, bias, azp, azp_adj;
 };
 
@@ -69,9 +70,9 @@ struct ScaledMmTerms {
 // None where `select_scaled_mm` never chooses this kernel or swizzle.
 std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& problem, ScaledMmChoice choice, int sm_count);
 
-// Makes `select_scaled_mm` answer `choice` for problems of these dtypes, this N, K and batch, and an M of more than three
-// quarters of this one's up to it, unless a smaller M is tuned or their addresses are not aligned as the kernel needs.
-// Checks the choice.
+// Makes `select_scaled_mm` answer `choice` for problems of these dtypes, this N, K and batch, and an M of more than
+// three quarters of this one's up to it, unless a smaller M is tuned or their addresses are not aligned as the kernel
+// needs. Checks the choice.
 void tune_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice);
 
 // The M of the tuned problem whose choice `select_scaled_mm` answers; none where it has none.

@@ -1,13 +1,13 @@
-// Products of so few rows of a that reading b is all that counts. A block has 16 rows of b, and its warps take turns at K. Every
-// thread has all loads of a turn on their way before it multiplies: registers are where a short kernel gets bytes soonest,
-// without barriers or descriptors to set up first. Sums are those of warp-level tensor cores, added up in a fixed order.
-#include "scaled_mm/skinny_sm90.h"
-
+// Products of so few rows of a that reading b is all that counts. A block has 16 rows of b, and its warps take turns at
+// K. Every thread has all loads of a turn on their way before it multiplies: registers are where a short kernel gets
+// bytes soonest, without barriers or descriptors to set up first. Sums are those of warp-level tensor cores, added up
+// in a fixed order.
 #include <type_traits>
 
 #include "launch.cuh"
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/mma.cuh"
+#include "scaled_mm/skinny_sm90.h"
 
 namespace jax_qmm::sm90 {
 namespace {
@@ -106,8 +106,9 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
 }
 
 template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
-constexpr auto* kKernel = skinny_kernel<std::conditional_t<In == DType::kS8, int32_t, float>,
-                                        std::conditional_t<OutBytes == 2, uint16_t, uint32_t>, Warps, Steps, BlocksPerSm>;
+constexpr auto* kKernel =
+    skinny_kernel<std::conditional_t<In == DType::kS8, int32_t, float>,
+                  std::conditional_t<OutBytes == 2, uint16_t, uint32_t>, Warps, Steps, BlocksPerSm>;
 
 }  // namespace
 
@@ -122,8 +123,8 @@ cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::launch(ScaledMm con
   LaunchShape const shape{dim3((unsigned(p.n) + kSkinnyRows - 1) / kSkinnyRows, p.batch), 32 * Warps};
   return jax_qmm::launch(
       submit, shape, kKernel<In, OutBytes, Warps, Steps, BlocksPerSm>,
-      Params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, unsigned(p.k), p.a_batch_stride,
-             p.b_batch_stride, p.out_batch_stride, epilogue_args(p)});
+      Params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, unsigned(p.k),
+             p.a_batch_stride, p.b_batch_stride, p.out_batch_stride, epilogue_args(p)});
 }
 
 #define GEMM(...)

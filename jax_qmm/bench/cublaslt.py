@@ -46,8 +46,7 @@ def calls(product: Product) -> dict[str, Callable[[], float]]:
     def fp8(*scales):
         a, b = matrix(m, torch.float8_e4m3fn), matrix(n, torch.float8_e4m3fn)
         scale_a, scale_b = (torch.full(shape, 0.01, device="cuda") for shape in scales)
-        return lambda: torch._scaled_mm(
-            a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return lambda: torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     def bf16():
         a, b = matrix(m, torch.bfloat16), matrix(n, torch.bfloat16)

@@ -10,8 +10,14 @@ from jax_qmm.bench.report import KINDS, LABELS, Row
 
 COLORS = {"int8": "C0", "fp8": "C1", "bf16": "0.5"}
 # Dash, marker and width by what is measured; the last is drawn on top. XLA's time is that in jit.
-STYLES = {"xla_bf16": (":", "^", 1.2), "cublas_bf16": ("--", "s", 1.2), "xla": (":", "^", 1.2),
-          "cublaslt_tensorwise": ("-.", "s", 1.2), "cublaslt": ("--", "s", 1.2), "ours": ("-", "o", 2)}
+STYLES = {
+    "xla_bf16": (":", "^", 1.2),
+    "cublas_bf16": ("--", "s", 1.2),
+    "xla": (":", "^", 1.2),
+    "cublaslt_tensorwise": ("-.", "s", 1.2),
+    "cublaslt": ("--", "s", 1.2),
+    "ours": ("-", "o", 2),
+}
 
 
 def draw(rows: Sequence[Row], title: str) -> Figure:
@@ -29,8 +35,15 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
         for label, (shares, color, name) in _lines(inside).items():
             dash, marker, width = STYLES[name]
             m = sorted(shares)
-            labelled[label], = axes.plot([ticks.index(i) for i in m], [shares[i] for i in m], dash,
-                                         marker=marker, markersize=4, linewidth=width, color=color)
+            (labelled[label],) = axes.plot(
+                [ticks.index(i) for i in m],
+                [shares[i] for i in m],
+                dash,
+                marker=marker,
+                markersize=4,
+                linewidth=width,
+                color=color,
+            )
         axes.set_title(f"N {n}, K {k}", fontsize="medium")
         axes.axhline(1, color="0.3", linewidth=0.8)
         axes.set_xticks(range(len(ticks)), map(str, ticks), rotation=60)
@@ -38,13 +51,19 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
         axes.tick_params(labelsize="small")
         axes.grid(color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in panels.flat[len(weights):]:
+    for axes in panels.flat[len(weights) :]:
         axes.set_visible(False)
     panels[0, 0].set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
     panels[0, 0].yaxis.set_major_formatter(PercentFormatter(1))
     drawing.supylabel("achieved of the 8-bit roofline", fontsize="small")
-    drawing.legend(list(labelled.values())[::-1], list(labelled)[::-1], loc="outside lower center", ncols=4,
-                   frameon=False, fontsize="small")
+    drawing.legend(
+        list(labelled.values())[::-1],
+        list(labelled)[::-1],
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize="small",
+    )
     return drawing
 
 

@@ -49,7 +49,8 @@ def kernel_us(kernels, product: Product, choices: Sequence[tuple[int, int]], rou
     """
     m, n, k, _, dtype, out_dtype, fast_accum = product
     return kernels.measure_scaled_mm(
-        m, n, k, dtype, out_dtype, fast_accum, list(choices), _pattern(jnp.dtype(dtype)).tobytes(), rounds)
+        m, n, k, dtype, out_dtype, fast_accum, list(choices), _pattern(jnp.dtype(dtype)).tobytes(), rounds
+    )
 
 
 def count_sets(nbytes: int, most: int) -> int:
@@ -79,14 +80,19 @@ def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
-        kernels = sorted((event.start_ns, event.start_ns + event.duration_ns)
-                         for trace in Path(folder).rglob("*.xplane.pb")
-                         for plane in ProfileData.from_file(str(trace)).planes if plane.name.startswith("/device:GPU")
-                         for line in plane.lines if line.name.startswith("Stream") for event in line.events)
+        kernels = sorted(
+            (event.start_ns, event.start_ns + event.duration_ns)
+            for trace in Path(folder).rglob("*.xplane.pb")
+            for plane in ProfileData.from_file(str(trace)).planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        )
     if not kernels or len(kernels) % runs:
         raise RuntimeError(f"JAX's profiler saw {len(kernels)} kernels in {runs} runs of a program")
     count = len(kernels) // runs  # as many in each, in the order of their starts
-    spans = [max(end for _, end in kernels[i:i + count]) - kernels[i][0] for i in range(0, len(kernels), count)]
+    spans = [max(end for _, end in kernels[i : i + count]) - kernels[i][0] for i in range(0, len(kernels), count)]
     return statistics.median(spans) / len(sets) / 1e3
 
 
@@ -122,8 +128,10 @@ def operands(product: Product, dtype: str, most: int = 12) -> list[tuple]:
         return jnp.asarray(np.resize(np.roll(pattern, offset), (rows, k)))
 
     size = (m + n) * k * pattern.itemsize + 2 * m * n
-    return [(matrix(m, 4099 * i), matrix(n, 8209 * i + 1), jnp.full(m, 0.01), jnp.full(n, 0.01))
-            for i in range(count_sets(size, most))]
+    return [
+        (matrix(m, 4099 * i), matrix(n, 8209 * i + 1), jnp.full(m, 0.01), jnp.full(n, 0.01))
+        for i in range(count_sets(size, most))
+    ]
 
 
 def xla_scaled_mm(a, b, scale_a, scale_b):
@@ -143,9 +151,11 @@ def autotune_xla(products: Sequence[Product]) -> None:
 
     It remembers the choices for later programs of this process.
     """
+
     def specs(dtype, m, n, k):
-        return [jax.ShapeDtypeStruct(*of) for of in (
-            ((m, k), dtype), ((n, k), dtype), ((m,), "float32"), ((n,), "float32"))]
+        return [
+            jax.ShapeDtypeStruct(*of) for of in (((m, k), dtype), ((n, k), dtype), ((m,), "float32"), ((n,), "float32"))
+        ]
 
     def program(eight, bf16):
         return [xla_scaled_mm(*given) for given in eight], [xla_bf16(*given) for given in bf16]

@@ -61,8 +61,10 @@ def align(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
     """
     widths = [max(map(len, column)) for column in zip(header, *rows)]
     flush = len(header) - left
-    header, *rows = ([cell and cell.rjust(width) if i < flush else cell
-                      for i, (cell, width) in enumerate(zip(line, widths))] for line in [header, *rows])
+    header, *rows = (
+        [cell and cell.rjust(width) if i < flush else cell for i, (cell, width) in enumerate(zip(line, widths))]
+        for line in [header, *rows]
+    )
     return report.format_table(header, rows)
 
 
@@ -86,9 +88,17 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         lines = []
         for row in group:
             m, us = row.product.m, row.us["ours"]
-            lines.append((str(m), format_us(us), f"{row.share('ours'):.0%}",
-                          f"{nbytes(row.product) / us / 1e6:.2f}", f"{2 * m * n * k / us / 1e6:.0f}",
-                          *(_with_speedup(row, name) for name in others), row.kernel))
+            lines.append(
+                (
+                    str(m),
+                    format_us(us),
+                    f"{row.share('ours'):.0%}",
+                    f"{nbytes(row.product) / us / 1e6:.2f}",
+                    f"{2 * m * n * k / us / 1e6:.0f}",
+                    *(_with_speedup(row, name) for name in others),
+                    row.kernel,
+                )
+            )
         yield f"{KINDS[dtype]}, N {n}, K {k}\n{align(header, lines)}"
 
 
@@ -123,10 +133,31 @@ def write_csv(path: Path, rows: Sequence[Row], bandwidth: float) -> None:
     """Writes a line for each product; times are in microseconds, those that were not measured empty."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["dtype", "out_dtype", "m", "n", "k", "kernel", "copy_tb_per_s", "roofline_us",
-                         *(f"{name}_us" for name in LABELS)])
+        writer.writerow(
+            [
+                "dtype",
+                "out_dtype",
+                "m",
+                "n",
+                "k",
+                "kernel",
+                "copy_tb_per_s",
+                "roofline_us",
+                *(f"{name}_us" for name in LABELS),
+            ]
+        )
         for row in rows:
             p = row.product
-            writer.writerow([KINDS[p.dtype], p.out_dtype, p.m, p.n, p.k, row.kernel,
-                             f"{bandwidth / 1e12:.3f}", f"{row.roofline_us:.3f}",
-                             *(f"{row.us[name]:.3f}" if name in row.us else "" for name in LABELS)])
+            writer.writerow(
+                [
+                    KINDS[p.dtype],
+                    p.out_dtype,
+                    p.m,
+                    p.n,
+                    p.k,
+                    row.kernel,
+                    f"{bandwidth / 1e12:.3f}",
+                    f"{row.roofline_us:.3f}",
+                    *(f"{row.us[name]:.3f}" if name in row.us else "" for name in LABELS),
+                ]
+            )

@@ -23,8 +23,14 @@ cuBLASLt is PyTorch's: fp8 with the same scales, and tensorwise with one for eac
 int32 and without scales."""
 
 
-def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], bandwidth: float,
-                rows: list[report.Row], failures: list[str]) -> None:
+def measure_all(
+    kernels,
+    products: Sequence[Product],
+    peers: Sequence[str],
+    bandwidth: float,
+    rows: list[report.Row],
+    failures: list[str],
+) -> None:
     """Measures ours and the peers and shows a progress bar; appends to `rows` and `failures` as it goes."""
     if "xla" in peers:
         for m in tqdm(dict.fromkeys(product.m for product in products), desc="XLA compiles", unit="M"):
@@ -65,8 +71,7 @@ def measure_all(kernels, products: Sequence[Product], peers: Sequence[str], band
                     rows.append(row)
 
 
-def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None,
-         png: Path | None) -> None:
+def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None, png: Path | None) -> None:
     """Measures and prints the report, if interrupted of what there is; see `python -m jax_qmm bench --help`."""
     kernels, gpu = measure.open_gpu("bench")
     title = f"jax_qmm on {gpu.device_kind}, jax {jax.__version__}"
@@ -85,8 +90,10 @@ def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None,
         stopped = error
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {type(error).__name__}"
         failures.append(f"{why}: {len(rows)} of {len(products)} products were measured")
-    roofline = (f"roofline: bytes at {bandwidth / 1e12:.2f} TB/s, what a copy reached in this run, or "
-                f"operations at {measure.PEAK / 1e12:.0f} Tera-ops/s")
+    roofline = (
+        f"roofline: bytes at {bandwidth / 1e12:.2f} TB/s, what a copy reached in this run, or "
+        f"operations at {measure.PEAK / 1e12:.0f} Tera-ops/s"
+    )
     if rows:
         print()
         print(*report.tables(rows), report.summary(rows), f"{roofline}\n{NOTES}", sep="\n\n")

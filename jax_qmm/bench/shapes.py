@@ -17,13 +17,16 @@ OUT_DTYPES = ("bfloat16", "float16", "float32")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name products: --model, --shapes, --m and --dtype."""
-    parser.add_argument("--model", choices=[*MODELS, "custom"],
-                        help="the weights of its linear layers (llama-3-8b); custom has those of --shapes")
+    parser.add_argument(
+        "--model",
+        choices=[*MODELS, "custom"],
+        help="the weights of its linear layers (llama-3-8b); custom has those of --shapes",
+    )
     parser.add_argument("--shapes", type=_weight, nargs="+", metavar="N,K", help="weights of these shapes instead")
-    parser.add_argument("--m", type=_numbers, default=ROWS, metavar="M,M,...",
-                        help=f"numbers of tokens ({','.join(map(str, ROWS))})")
-    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES),
-                        help="of the operands (both)")
+    parser.add_argument(
+        "--m", type=_numbers, default=ROWS, metavar="M,M,...", help=f"numbers of tokens ({','.join(map(str, ROWS))})"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="of the operands (both)")
 
 
 def products(*, model: str | None, shapes, m, dtype, out_dtype=("bfloat16",)) -> list[Product]:
@@ -39,8 +42,13 @@ def products(*, model: str | None, shapes, m, dtype, out_dtype=("bfloat16",)) ->
         print("--model custom needs --shapes, and no other model takes them", file=sys.stderr)
         raise SystemExit(2)
     # As scaled_mm has it by default: fp8 is summed fast, int8 knows no other way than exactly.
-    named = (Product(rows, n, k, 1, DTYPES[kind], out, kind == "fp8")
-             for n, k in shapes or MODELS[model] for kind in dtype for out in out_dtype for rows in m)
+    named = (
+        Product(rows, n, k, 1, DTYPES[kind], out, kind == "fp8")
+        for n, k in shapes or MODELS[model]
+        for kind in dtype
+        for out in out_dtype
+        for rows in m
+    )
     return list(dict.fromkeys(named))
 
 

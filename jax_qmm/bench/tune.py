@@ -68,8 +68,10 @@ def main(*, products: Sequence[Product], file: Path | None) -> None:
         if file.exists():
             entries = {entry.product: entry for entry in tuning.load(file, kernels, gpu)}
     except tuning.RefusedError as error:
-        _stop(f"{file} would be overwritten, and is no tuning file for this GPU and build: {error}. "
-              "Remove it, or name another with --file.")
+        _stop(
+            f"{file} would be overwritten, and is no tuning file for this GPU and build: {error}. "
+            "Remove it, or name another with --file."
+        )
     _save(file, gpu, entries)  # now, not after minutes, if it can't be written
 
     kernels.clear_scaled_mm_tuning()  # the defaults are the cost model's
@@ -91,8 +93,10 @@ def main(*, products: Sequence[Product], file: Path | None) -> None:
     finally:
         if measured:
             print("", *_report(kernels, entries, measured), sep="\n")
-        print(f"{file} holds {len(entries)} products on {gpu.device_kind}" + (
-            "" if tuning.path() == file else f"; set JAX_QMM_TUNING={file.absolute()} to load it"))
+        print(
+            f"{file} holds {len(entries)} products on {gpu.device_kind}"
+            + ("" if tuning.path() == file else f"; set JAX_QMM_TUNING={file.absolute()} to load it")
+        )
 
 
 def _report(kernels, entries, measured):
@@ -107,8 +111,10 @@ def _report(kernels, entries, measured):
     header = ("dtype", "out", "M", "N", "K", "us", "kernel", "times as fast as the cost model's")
     others = sum(bool(row[-1]) for row in rows)
     yield report.align(header, rows, left=2)
-    yield (f"\n{others} of {len(rows)} products get another kernel than the cost model's: "
-           f"{geometric_mean(gains):.3f} times as fast (geometric mean of all)")
+    yield (
+        f"\n{others} of {len(rows)} products get another kernel than the cost model's: "
+        f"{geometric_mean(gains):.3f} times as fast (geometric mean of all)"
+    )
 
 
 def _save(file, gpu, entries):

@@ -71,8 +71,9 @@ def along_rows(name, x, a):
         return x
     if x.shape == (*rows, 1):
         return x.squeeze(-1)
-    raise ValueError(f"{name} has shape {x.shape}; with a of shape {a.shape} it needs "
-                     f"(), {rows}, {(*rows, 1)} or {(1,) * a.ndim}")
+    raise ValueError(
+        f"{name} has shape {x.shape}; with a of shape {a.shape} it needs (), {rows}, {(*rows, 1)} or {(1,) * a.ndim}"
+    )
 
 
 def along_columns(name, x, b, scalar=False):
@@ -95,8 +96,7 @@ def out_dtype(dtype):
     except TypeError:
         raise TypeError(f"out_dtype is {dtype!r}; it needs to be a dtype") from None
     if dtype not in (*FLOATS, *INT32):
-        raise TypeError(
-            f"out_dtype is {dtype}; it needs to be bfloat16, float16, float32 or, for the sums, int32")
+        raise TypeError(f"out_dtype is {dtype}; it needs to be bfloat16, float16, float32 or, for the sums, int32")
     return dtype
 
 
@@ -106,7 +106,9 @@ def raw_sums(a, scale_a, scale_b, bias):
         raise ValueError(f"out_dtype int32 gives the exact sums of int8 products, but a has dtype {a.dtype}")
     for name, x in (("scale_a", scale_a), ("scale_b", scale_b)):
         if isinstance(x, jax.Array) or np.size(x) != 1 or np.any(np.asarray(x) != 1):
-            raise ValueError(f"out_dtype int32 gives the unscaled sums: {name} needs to be the constant 1.0 "
-                             f"of Python or numpy, not {x}")
+            raise ValueError(
+                f"out_dtype int32 gives the unscaled sums: {name} needs to be the constant 1.0 "
+                f"of Python or numpy, not {x}"
+            )
     if bias is not None:
         raise ValueError("out_dtype int32 gives the unscaled sums: bias needs to be None")

@@ -36,12 +36,13 @@ def dequantized_reason(jit_name):
     >>> dequantized_reason("jax_qmm_dequantized_dot_blocks")
     'an operand has several scales within one axis'
     """
-    return DEQUANTIZED.get(jit_name[len(_PREFIX):]) if jit_name.startswith(_PREFIX) else None
+    return DEQUANTIZED.get(jit_name[len(_PREFIX) :]) if jit_name.startswith(_PREFIX) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """What is static. A label of both operands is a batch label or, if not in `out`, contracted."""
+
     lhs: tuple
     rhs: tuple
     out: tuple
@@ -89,8 +90,13 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
         scheme = dataclasses.replace(scheme, activation_scale=None, activation_zero_point=None)
     else:
         scheme = None
-    plan = _Plan(*map(tuple, labels), out_dtype, precision,
-                 _compat.canonicalize_out_sharding(out_sharding, "dot_general"), scheme)
+    plan = _Plan(
+        *map(tuple, labels),
+        out_dtype,
+        precision,
+        _compat.canonicalize_out_sharding(out_sharding, "dot_general"),
+        scheme,
+    )
     if bias is not None:
         bias = _check_bias(bias, plan, sides)
     reason = _why_dequantized(plan, *sides)
@@ -103,9 +109,7 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
 def _check_float(name, x):
     x = checks.asarray(name, x)
     if x.dtype not in SCALE_DTYPES:
-        raise TypeError(
-            f"{name} has dtype {x.dtype}, needs {', '.join(map(str, SCALE_DTYPES))} or to be a QArray"
-        )
+        raise TypeError(f"{name} has dtype {x.dtype}, needs {', '.join(map(str, SCALE_DTYPES))} or to be a QArray")
     return x
 
 
@@ -190,9 +194,7 @@ def _float_dot(plan, lhs, rhs):
     sizes, labels = _sizes(plan, lhs, rhs), [plan.lhs, plan.rhs]
     for i, x in enumerate((lhs, rhs)):  # lax.dot_general does not broadcast batch axes
         repeated = [
-            axis
-            for axis, label in enumerate(labels[i])
-            if label in plan.batch and x.shape[axis] != sizes[label]
+            axis for axis, label in enumerate(labels[i]) if label in plan.batch and x.shape[axis] != sizes[label]
         ]
         labels[i] = tuple(label for axis, label in enumerate(labels[i]) if axis not in repeated)
         lhs, rhs = (jnp.squeeze(x, repeated), rhs) if i == 0 else (lhs, jnp.squeeze(x, repeated))
@@ -207,12 +209,15 @@ def _float_dot(plan, lhs, rhs):
     out_sharding = plan.out_sharding
     if out_sharding is not None:
         spec = dict(zip(plan.out, (*out_sharding.spec, *(None,) * len(plan.out))))
-        out_sharding = out_sharding.update(
-            spec=jax.sharding.PartitionSpec(*(spec[label] for label in produced))
-        )
+        out_sharding = out_sharding.update(spec=jax.sharding.PartitionSpec(*(spec[label] for label in produced)))
     out = jax.lax.dot_general(
-        lhs, rhs, tuple(zip(*(tuple(tuple(map(side.index, some)) for some in both) for side in labels))),
-        precision=plan.precision, preferred_element_type=dtype, out_sharding=out_sharding)
+        lhs,
+        rhs,
+        tuple(zip(*(tuple(tuple(map(side.index, some)) for some in both) for side in labels))),
+        precision=plan.precision,
+        preferred_element_type=dtype,
+        out_sharding=out_sharding,
+    )
     return (out if order == sorted(order) else jnp.transpose(out, order)).astype(plan.out_dtype)
 
 
@@ -241,9 +246,7 @@ def _quantized_dot(plan, lhs, rhs, bias, activation_scale, activation_zero_point
     contracted = sorted(plan.contracted, key=stored.get)  # as they lie in memory: no weight is transposed
     sizes = _sizes(plan, lhs, rhs)
     size_of = lambda some: tuple(sizes[label] for label in some)
-    rows, columns = (
-        [label for label in plan.out if label in own and label not in batch] for _, own in (a, b)
-    )
+    rows, columns = ([label for label in plan.out if label in own and label not in batch] for _, own in (a, b))
     k = math.prod(size_of(contracted))
 
     quantized = []
@@ -272,7 +275,7 @@ def _quantized_dot(plan, lhs, rhs, bias, activation_scale, activation_zero_point
     if bias is not None:
         order = [*batch, *rows, *columns]
         bias = _transposed(bias, [plan.out.index(label) for label in order])
-        if all(size == 1 for size in bias.shape[num_batch:num_batch + len(rows)]):
+        if all(size == 1 for size in bias.shape[num_batch : num_batch + len(rows)]):
             bias = jnp.squeeze(bias, tuple(range(num_batch, num_batch + len(rows))))
             vectors["bias"] = along_columns(bias if bias.dtype == out_dtype else bias.astype(jnp.float32))
         else:
@@ -326,9 +329,7 @@ def _arrange(plan, lhs_is_stored):
 def _quantize_activation(x, contracted, scheme, scale, zero_point):
     per_token = scheme.activation == "per_token" and scale is None
     axis = tuple(range(x.ndim - contracted, x.ndim)) if per_token else None
-    return quantize(
-        x, scheme.dtype, axis=axis, symmetric=scheme.symmetric, scale=scale, zero_point=zero_point
-    )
+    return quantize(x, scheme.dtype, axis=axis, symmetric=scheme.symmetric, scale=scale, zero_point=zero_point)
 
 
 def _leaves_in_order(x, own, order, contracted):
@@ -339,9 +340,7 @@ def _leaves_in_order(x, own, order, contracted):
     stored = dict(zip(own, x.storage_axes()))
     axes = [stored[label] for label in order if label in stored]
     missing = [axis for axis, label in enumerate(order) if label not in stored]
-    arrange = lambda leaf: (
-        jnp.expand_dims(_transposed(leaf, axes), missing) if missing else _transposed(leaf, axes)
-    )
+    arrange = lambda leaf: jnp.expand_dims(_transposed(leaf, axes), missing) if missing else _transposed(leaf, axes)
     last = tuple(range(len(order) - contracted, len(order)))
     summed = tuple(1 if axis in axes[-contracted:] else size for axis, size in enumerate(x.qvalue.shape))
     sums = x.azp_adj if x.azp_adj is not None and x.azp_adj.shape == summed else None

@@ -22,8 +22,17 @@ from jax_qmm.ops.contraction import contract
 from jax_qmm.qarray import QArray
 
 
-def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None,
-                out_sharding=None, *, scheme=None, bias=None):
+def dot_general(
+    lhs,
+    rhs,
+    dimension_numbers,
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
+    *,
+    scheme=None,
+    bias=None,
+):
     """`jax.lax.dot_general` for QArrays; without one it is that function.
 
     Sharded operands communicate as those of `scaled_mm`. The kernel sees several contracted axes as one, and
@@ -53,8 +62,7 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
     >>> dot_general(jnp.array([[127.0, 64.0]]), w, (((1,), (0,)), ((), ()))).tolist()
     [[16193.0, -8128.0]]
     """
-    options = {"precision": precision, "preferred_element_type": preferred_element_type,
-               "out_sharding": out_sharding}
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     if not _any_quantized(lhs, rhs):
         return _plus(jax.lax.dot_general(lhs, rhs, dimension_numbers, **options), bias)
     shapes = (jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32) for x in (lhs, rhs))
@@ -69,8 +77,16 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
     return contract(lhs, rhs, (left, right, out), names=("lhs", "rhs"), scheme=scheme, bias=bias, **options)
 
 
-def einsum(subscripts, *operands, optimize="auto", precision=None, preferred_element_type=None,
-           out_sharding=None, scheme=None, bias=None):
+def einsum(
+    subscripts,
+    *operands,
+    optimize="auto",
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
+    scheme=None,
+    bias=None,
+):
     """`jax.numpy.einsum` of two operands for QArrays; without one it is that function.
 
     Args:
@@ -91,8 +107,7 @@ def einsum(subscripts, *operands, optimize="auto", precision=None, preferred_ele
     >>> einsum("btf,hdf->bthd", jnp.ones((1, 5, 4)), w).shape
     (1, 5, 3, 2)
     """
-    options = {"precision": precision, "preferred_element_type": preferred_element_type,
-               "out_sharding": out_sharding}
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     if not _any_quantized(*operands):
         return _plus(jnp.einsum(subscripts, *operands, optimize=optimize, **options), bias)
     if not isinstance(subscripts, str):
@@ -121,8 +136,7 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
     >>> matmul(jnp.ones((5, 1, 4)), quantize(jnp.ones((3, 4))).T).shape
     (5, 1, 3)
     """
-    options = {"precision": precision, "preferred_element_type": preferred_element_type,
-               "out_sharding": out_sharding}
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     if not _any_quantized(a, b):
         return _plus(jnp.matmul(a, b, **options), bias)
     for name, x in (("a", a), ("b", b)):

@@ -21,6 +21,7 @@ def register_lowerings(primitive, op, kernel, reference, partitioned):
       partitioned: called with one of these two bound to its parameters and the shapes of the operands, makes
         a custom_partitioning of it.
     """
+
     def lower(ctx, *operands, **params):
         params.pop("out_sharding", None)  # in ctx.avals_out
         reasons = list(filter(None, map(_ffi.fallback_reason, _compat.lowering_platforms(ctx))))
@@ -55,8 +56,9 @@ def find_mesh(ctx):
     mesh = axis_context.abstract_mesh or jax.sharding.get_abstract_mesh()
     if mesh.size != axis_context.num_devices:
         return None
-    return ctx.replace(module_context=ctx.module_context.replace(
-        axis_context=dataclasses.replace(axis_context, abstract_mesh=mesh)))
+    return ctx.replace(
+        module_context=ctx.module_context.replace(axis_context=dataclasses.replace(axis_context, abstract_mesh=mesh))
+    )
 
 
 def mesh_axes(entry):
@@ -68,8 +70,9 @@ def even_spec(mesh, x):
     """The mesh axes of each dimension of `x`; none where they don't divide it, as XLA pads parts by junk."""
     spec = [mesh_axes(entry) for entry in x.sharding.spec]
     spec += [()] * (len(x.shape) - len(spec))
-    return [axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
-            for axes, size in zip(spec, x.shape)]
+    return [
+        axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else () for axes, size in zip(spec, x.shape)
+    ]
 
 
 def named_sharding(mesh, spec):
@@ -79,7 +82,9 @@ def named_sharding(mesh, spec):
 
 def without_mesh(function):
     """`function` on the parts of one device, which the types of a mesh around the compilation don't fit."""
+
     def local(*operands):
         with jax.sharding.use_abstract_mesh(_compat.NO_MESH):
             return function(*operands)
+
     return local

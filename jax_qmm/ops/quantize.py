@@ -61,9 +61,7 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
     if not isinstance(symmetric, (bool, np.bool_)):
         raise TypeError(f"symmetric is {symmetric!r}, needs True or False")
     if qtype != jnp.int8 and not (symmetric and zero_point is None):
-        raise ValueError(
-            f"{'zero_point' if symmetric else 'symmetric=False'} was given with qtype {qtype}, needs int8"
-        )
+        raise ValueError(f"{'zero_point' if symmetric else 'symmetric=False'} was given with qtype {qtype}, needs int8")
     if scale is None and zero_point is not None:
         raise ValueError("zero_point was given without scale")
     if scale is not None and zero_point is None and not symmetric:
@@ -73,9 +71,9 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
     if tile_size is not None:
         (tiled,) = axes if len(axes) == 1 else (None,)
         count = _check_tile_size(tile_size, tiled, x.shape)
-        scale_shape = (*shape[:tiled], count, *shape[tiled + 1:])
+        scale_shape = (*shape[:tiled], count, *shape[tiled + 1 :])
         shape = (*shape[:tiled], count, *shape[tiled:])
-        whole, x = x.shape, x.reshape(*x.shape[:tiled], count, tile_size, *x.shape[tiled + 1:])
+        whole, x = x.shape, x.reshape(*x.shape[:tiled], count, tile_size, *x.shape[tiled + 1 :])
         axes = (tiled + 1,)
     x = jax.lax.stop_gradient(x)
     if scale is None:
@@ -120,9 +118,7 @@ def _check_tile_size(tile_size, tiled, shape):
     if tiled is None:
         raise ValueError("tile_size needs a single axis")
     if not isinstance(tile_size, (int, np.integer)) or tile_size < 1 or shape[tiled] % tile_size != 0:
-        raise ValueError(
-            f"tile_size is {tile_size}, needs a divisor of {shape[tiled]}, the size of axis {tiled}"
-        )
+        raise ValueError(f"tile_size is {tile_size}, needs a divisor of {shape[tiled]}, the size of axis {tiled}")
     return shape[tiled] // tile_size
 
 
@@ -134,7 +130,7 @@ def _check_parameter(name, value, shape):
     if not (jnp.issubdtype(value.dtype, jnp.integer) if integer else value.dtype in SCALE_DTYPES):
         kind = "an integer dtype" if integer else ", ".join(map(str, SCALE_DTYPES))
         raise TypeError(f"{name} has dtype {value.dtype}, needs {kind}")
-    trailing = shape[len(shape) - value.ndim:] if value.ndim <= len(shape) else None
+    trailing = shape[len(shape) - value.ndim :] if value.ndim <= len(shape) else None
     if trailing is None or not all(a == 1 or a == b for a, b in zip(value.shape, trailing)):
         raise ValueError(f"{name} has shape {value.shape}, needs () or one that broadcasts to {shape}")
     value = jax.lax.stop_gradient(value.astype(jnp.int32 if integer else jnp.float32))
@@ -207,9 +203,15 @@ def _dynamic_kernel(x, *, qtype, axes, symmetric):
     rows = math.prod(scale_shape)
     column = functools.partial(jax.ShapeDtypeStruct, (rows, 1))
     workspace = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    call = jax.ffi.ffi_call("jax_qmm_quantize_dynamic", (
-        jax.ShapeDtypeStruct(layout, qtype), column(jnp.float32), workspace,
-        *([] if symmetric else [column(jnp.int32)])))
+    call = jax.ffi.ffi_call(
+        "jax_qmm_quantize_dynamic",
+        (
+            jax.ShapeDtypeStruct(layout, qtype),
+            column(jnp.float32),
+            workspace,
+            *([] if symmetric else [column(jnp.int32)]),
+        ),
+    )
     qvalue, scale, _, *zero_point = call(x.reshape(layout))
     return [qvalue.reshape(x.shape), *(parameter.reshape(scale_shape) for parameter in (scale, *zero_point))]
 
@@ -220,7 +222,7 @@ def _static_kernel(x, *parameters, qtype):
     if layout is None:
         return _static_reference(x, *parameters, qtype=qtype)
     varies = [axis for axis, size in enumerate(scale_shape) if size != 1]
-    per_row = x.shape[:varies[-1] + 1] + (1,) * (x.ndim - varies[-1] - 1) if varies else scale_shape
+    per_row = x.shape[: varies[-1] + 1] + (1,) * (x.ndim - varies[-1] - 1) if varies else scale_shape
     as_column = lambda parameter: jnp.broadcast_to(parameter, per_row).reshape(layout[0] if varies else 1, 1)
     call = jax.ffi.ffi_call("jax_qmm_quantize_static", jax.ShapeDtypeStruct(layout, qtype))
     return [call(x.reshape(layout), *map(as_column, parameters)).reshape(x.shape)]
@@ -231,9 +233,7 @@ def _kernel_layout(shape, scale_shape, dynamic):
         return None
     layout = rows_and_columns(shape, scale_shape, dynamic)
     if layout is None:
-        _ffi.note_fallback(
-            "quantize", f"scales of shape {scale_shape} for an array {shape} are not one per row"
-        )
+        _ffi.note_fallback("quantize", f"scales of shape {scale_shape} for an array {shape} are not one per row")
     return layout
 
 
@@ -290,8 +290,10 @@ def _partitioned_static(static, shapes):
 
     def partition(mesh, operands, results):
         spec = even_spec(mesh, operands[0])
-        shardings = [named_sharding(mesh, [names if size != 1 else () for names, size in
-                                           zip(spec, operand.shape)]) for operand in operands]
+        shardings = [
+            named_sharding(mesh, [names if size != 1 else () for names, size in zip(spec, operand.shape)])
+            for operand in operands
+        ]
         return mesh, without_mesh(static), shardings[:1], tuple(shardings)
 
     x, *parameters = _factors(*shapes)

@@ -19,8 +19,7 @@ from jax_qmm.reference import is_one
 # Public functions
 
 
-def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, precision=None,
-              out_sharding=None):
+def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, precision=None, out_sharding=None):
     """Computes `scale_a * scale_b * (a @ b.T) + bias`.
 
     int8 products are summed exactly in int32, fp8 products in float32 or less (see `precision`). The rest is
@@ -70,8 +69,7 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, *, out_dtype=jnp.bfloat16, prec
     return _scaled(a, b, scale_a, scale_b, bias, out_dtype, out_sharding, fast_accum)
 
 
-def scaled_mm_azp(a, b, scale_a, scale_b, azp_with_adj, bias=None, *, out_dtype=jnp.bfloat16,
-                  out_sharding=None):
+def scaled_mm_azp(a, b, scale_a, scale_b, azp_with_adj, bias=None, *, out_dtype=jnp.bfloat16, out_sharding=None):
     """Computes `scale_a * scale_b * (a @ b.T - azp_with_adj) + bias`: one zero point for all of a.
 
     Args:
@@ -102,8 +100,9 @@ def scaled_mm_azp(a, b, scale_a, scale_b, azp_with_adj, bias=None, *, out_dtype=
     return _scaled(a, b, scale_a, scale_b, bias, checks.out_dtype(out_dtype), out_sharding, azp_adj=adj)
 
 
-def scaled_mm_azp_per_token(a, b, scale_a, scale_b, azp_adj, azp, bias=None, *, out_dtype=jnp.bfloat16,
-                            out_sharding=None):
+def scaled_mm_azp_per_token(
+    a, b, scale_a, scale_b, azp_adj, azp, bias=None, *, out_dtype=jnp.bfloat16, out_sharding=None
+):
     """Computes `scale_a * scale_b * (a @ b.T - azp * azp_adj) + bias`: one zero point for each row of a.
 
     Args:
@@ -162,8 +161,9 @@ def azp_adjustment(b):
 
 def _scaled(a, b, scale_a, scale_b, bias, out_dtype, out_sharding, fast_accum=False, **vectors):
     if out_dtype == jnp.int32:
-        raise ValueError("out_dtype is int32, which only scaled_mm has; "
-                         "with zero points it needs to be bfloat16, float16 or float32")
+        raise ValueError(
+            "out_dtype is int32, which only scaled_mm has; with zero points it needs to be bfloat16, float16 or float32"
+        )
     vectors["scale_a"] = checks.along_rows("scale_a", checks.scale("scale_a", scale_a), a)
     vectors["scale_b"] = checks.along_columns("scale_b", checks.scale("scale_b", scale_b), b, scalar=True)
     if bias is not None:
@@ -174,9 +174,13 @@ def _scaled(a, b, scale_a, scale_b, bias, out_dtype, out_sharding, fast_accum=Fa
 
 def _bind(a, b, out_dtype, out_sharding, fast_accum=False, **vectors):
     return scaled_mm_p.bind(
-        *_compat.align_varying([a, b, *vectors.values()]), names=tuple(vectors), num_batch=0,
-        out_dtype=out_dtype, fast_accum=fast_accum,
-        out_sharding=_compat.canonicalize_out_sharding(out_sharding, "scaled_mm"))
+        *_compat.align_varying([a, b, *vectors.values()]),
+        names=tuple(vectors),
+        num_batch=0,
+        out_dtype=out_dtype,
+        fast_accum=fast_accum,
+        out_sharding=_compat.canonicalize_out_sharding(out_sharding, "scaled_mm"),
+    )
 
 
 # The primitive
@@ -212,14 +216,16 @@ def _explicit_spec(a, b, num_batch):
     if a[-1] is not None and b[-1] is not None:
         raise _compat.ShardingTypeError(
             f"scaled_mm: K is sharded in a ({a}) and in b ({b}), so it is ambiguous how the result is; pass "
-            "out_sharding to say so")
+            "out_sharding to say so"
+        )
     batch = [x if x is not None else y for x, y in zip(a[:num_batch], b[:num_batch])]
     spec = [*batch, *a[num_batch:-1], b[-2]]
     axes = [axis for entry in spec for axis in mesh_axes(entry)]
     if len(axes) != len(set(axes)):
         raise _compat.ShardingTypeError(
             f"scaled_mm: with a sharded as {a} and b as {b}, the result would be sharded twice over one mesh "
-            "axis; reshard one of them or pass out_sharding")
+            "axis; reshard one of them or pass out_sharding"
+        )
     return PartitionSpec(*spec)
 
 
@@ -238,8 +244,12 @@ def _call_kernel(a, b, *vectors, names, num_batch, out_dtype, fast_accum):
     k, m = a.shape[-1], math.prod(rows)
     result = jax.ShapeDtypeStruct((math.prod(batch), m, n), out_dtype)
     out = jax.ffi.ffi_call("jax_qmm_scaled_mm", result)(
-        fold(a, m, k), fold(b, n, k), *(fold(x, math.prod(x.shape[num_batch:])) for x in vectors),
-        names=" ".join(names), fast_accum=fast_accum)
+        fold(a, m, k),
+        fold(b, n, k),
+        *(fold(x, math.prod(x.shape[num_batch:])) for x in vectors),
+        names=" ".join(names),
+        fast_accum=fast_accum,
+    )
     return out.reshape(*batch, *rows, n)
 
 
@@ -255,9 +265,10 @@ def _batch(operands, dims, *, names, num_batch, out_sharding, **params):
     in_rows = [True, False, *(name in _ROW_VECTORS for name in names)]
     fold = dims[0] is not None and all(in_row for dim, in_row in zip(dims, in_rows) if dim is not None)
     at = num_batch if fold else 0  # where only rows are batched, the batch becomes one more dimension of them
-    operands = [x if fold and not in_row else
-                jnp.expand_dims(x, at) if dim is None else jnp.moveaxis(x, dim, at)
-                for x, dim, in_row in zip(operands, dims, in_rows)]
+    operands = [
+        x if fold and not in_row else jnp.expand_dims(x, at) if dim is None else jnp.moveaxis(x, dim, at)
+        for x, dim, in_row in zip(operands, dims, in_rows)
+    ]
     if fold:
         rows = operands[0].shape[num_batch:-1]
         for i, name in enumerate(names, start=2):
@@ -286,8 +297,11 @@ def _jvp(primals, tangents, *, names, num_batch, out_dtype, fast_accum, out_shar
         return reference.along_output(x, name, out.ndim, num_batch).astype(jnp.float32)
 
     vectors = dict(zip(names, primals[2:]))
-    moving = {name: spread(t, name) for name, t in zip(names, tangents[2:])
-              if name in ("scale_a", "scale_b", "bias") and not isinstance(t, ad.Zero)}
+    moving = {
+        name: spread(t, name)
+        for name, t in zip(names, tangents[2:])
+        if name in ("scale_a", "scale_b", "bias") and not isinstance(t, ad.Zero)
+    }
     terms = [moving["bias"]] if "bias" in moving else []
     if "scale_a" in moving or "scale_b" in moving:
         acc = scaled_mm_p.bind(*primals[:2], names=(), out_dtype=_sum_dtype(primals[0]), **params)
@@ -323,8 +337,10 @@ def _partitioned(local, shapes):
     params = local.keywords
     factors, out_factors = _factors(shapes, params["names"], params["num_batch"])
     ones = (f"one{i}" for i in itertools.count())  # a dimension of 1 does not share its factor's sharding
-    operands = [[next(ones) if is_one(size) else factor for size, factor in zip(shape, operand)]
-                for shape, operand in zip(shapes, factors)]
+    operands = [
+        [next(ones) if is_one(size) else factor for size, factor in zip(shape, operand)]
+        for shape, operand in zip(shapes, factors)
+    ]
     known = {factor for operand in operands for factor in operand}
     results = [factor if factor in known else next(ones) for factor in out_factors]
     rule = f"{', '.join(map(' '.join, operands))} -> {' '.join(results)}"
@@ -338,8 +354,12 @@ def _partitioned(local, shapes):
         def sum_over_k(*parts):
             raw = {"names": (), "out_dtype": _sum_dtype(parts[0])}
             acc = jax.lax.psum(functools.partial(local, **raw)(*parts[:2]), axes["k"])
-            return reference.epilogue(acc, num_batch=params["num_batch"], out_dtype=params["out_dtype"],
-                                      **dict(zip(params["names"], parts[2:])))
+            return reference.epilogue(
+                acc,
+                num_batch=params["num_batch"],
+                out_dtype=params["out_dtype"],
+                **dict(zip(params["names"], parts[2:])),
+            )
 
         lower = without_mesh(sum_over_k if axes.get("k") else local)
         return mesh, lower, sharding(results), tuple(map(sharding, operands))

@@ -37,17 +37,24 @@ def log(monkeypatch):
         log.append("captured")
 
     cuda = types.SimpleNamespace(
-        Event=Event, CUDAGraph=lambda: graph, graph=capture, synchronize=lambda: None,
-        empty_cache=lambda: log.append("empty"))
+        Event=Event,
+        CUDAGraph=lambda: graph,
+        graph=capture,
+        synchronize=lambda: None,
+        empty_cache=lambda: log.append("empty"),
+    )
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     return log
 
 
-@pytest.mark.parametrize(("dtype", "m", "names"), [
-    ("int8", 16, ["cublas_bf16"]),  # PyTorch refuses so few rows
-    ("int8", 17, ["cublas_bf16", "cublaslt"]),
-    ("float8_e4m3fn", 1, ["cublas_bf16", "cublaslt", "cublaslt_tensorwise"]),
-])
+@pytest.mark.parametrize(
+    ("dtype", "m", "names"),
+    [
+        ("int8", 16, ["cublas_bf16"]),  # PyTorch refuses so few rows
+        ("int8", 17, ["cublas_bf16", "cublaslt"]),
+        ("float8_e4m3fn", 1, ["cublas_bf16", "cublaslt", "cublaslt_tensorwise"]),
+    ],
+)
 def test_what_is_measured(log, dtype, m, names):
     assert list(cublaslt.calls(Product(m, 64, 32, 1, dtype, "bfloat16", False))) == names
 
@@ -56,8 +63,7 @@ def test_a_replayed_graph_is_timed_by_call(log):
     sets = iter(range(100))
     us = cublaslt._graph_us(lambda: lambda number=next(sets): log.append(number), 200_000_000, rounds=2)
     assert us == pytest.approx(1e3 / 6)  # a millisecond for three runs over two sets
-    assert log == [
-        0, 1, 0, 1, "capture", 0, 1, 0, 1, 0, 1, "captured", "replay", "replay", "replay", "reset", "empty"]
+    assert log == [0, 1, 0, 1, "capture", 0, 1, 0, 1, 0, 1, "captured", "replay", "replay", "replay", "reset", "empty"]
 
 
 def test_torch_may_be_absent(monkeypatch):

@@ -34,8 +34,9 @@ def test_xla_chooses_for_all_products_in_one_program(monkeypatch):
         monkeypatch.setattr(measure, name, lambda *given, name=name: seen.append((name, *given[:2])) or given[0])
     measure.autotune_xla([INT8, FP8])
     assert [(name, a.shape, b.shape, a.dtype, b.dtype) for name, a, b in seen] == [
-        (name, (4, 32), (16, 32), dtype, dtype) for name, dtype in (
-            ("xla_scaled_mm", "int8"), ("xla_scaled_mm", "float8_e4m3fn"), ("xla_bf16", "bfloat16"))]
+        (name, (4, 32), (16, 32), dtype, dtype)
+        for name, dtype in (("xla_scaled_mm", "int8"), ("xla_scaled_mm", "float8_e4m3fn"), ("xla_bf16", "bfloat16"))
+    ]
 
 
 def test_bf16_has_as_many_operands_of_its_own():
@@ -67,8 +68,10 @@ class Trace:
         events = [types.SimpleNamespace(start_ns=start, duration_ns=ns) for start, ns in events[:kernels]]
         line = types.SimpleNamespace(name="Stream #1(Kernel)", events=events[::-1])
         other = types.SimpleNamespace(name="XLA Ops", events=events[:3])
-        self.planes = [types.SimpleNamespace(name="/device:GPU:0", lines=[line, other]),
-                       types.SimpleNamespace(name="/host:CPU", lines=[line])]
+        self.planes = [
+            types.SimpleNamespace(name="/device:GPU:0", lines=[line, other]),
+            types.SimpleNamespace(name="/host:CPU", lines=[line]),
+        ]
 
 
 @pytest.mark.parametrize("gap, span", [(2, 16), (-1, 13)], ids=["apart", "overlapping"])
@@ -101,11 +104,15 @@ def test_copies_count_what_is_read_and_written(monkeypatch):
 def test_in_jit_measures_ours_and_xla(monkeypatch):
     measured = []
     monkeypatch.setattr(
-        measure, "jit_us", lambda function, sets: measured.append((function, sets[0][0].dtype, len(sets))))
+        measure, "jit_us", lambda function, sets: measured.append((function, sets[0][0].dtype, len(sets)))
+    )
     for call in measure.in_jit(FP8).values():
         call()
-    assert measured == [(jax_qmm.scaled_mm, jnp.float8_e4m3fn, 32), (measure.xla_scaled_mm, jnp.float8_e4m3fn, 32),
-                        (measure.xla_bf16, jnp.bfloat16, 32)]
+    assert measured == [
+        (jax_qmm.scaled_mm, jnp.float8_e4m3fn, 32),
+        (measure.xla_scaled_mm, jnp.float8_e4m3fn, 32),
+        (measure.xla_bf16, jnp.bfloat16, 32),
+    ]
 
 
 def test_in_jit_makes_operands_once(monkeypatch):
@@ -129,8 +136,7 @@ def test_roofline_is_that_of_bytes_or_of_operations():
 def test_without_a_gpu_or_kernels_the_process_ends(monkeypatch, capsys, kernels):
     assert measure.open_gpu("bench")[0] is kernels
     monkeypatch.setattr(_ffi, "fallback_reason", lambda platform: "built without kernels")
-    for message in ("bench measures the kernels on a GPU, and can't: built without kernels",
-                    "JAX sees no NVIDIA GPU"):
+    for message in ("bench measures the kernels on a GPU, and can't: built without kernels", "JAX sees no NVIDIA GPU"):
         with pytest.raises(SystemExit) as exit:
             measure.open_gpu("bench")
         assert exit.value.code == 2

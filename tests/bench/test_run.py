@@ -21,6 +21,7 @@ US = {"cublaslt": 26.0, "cublaslt_tensorwise": 19.5, "cublas_bf16": 39.0, "jit":
 @pytest.fixture
 def bench(kernels, monkeypatch):
     """Runs the command with the given arguments."""
+
     def times(*names):
         return {name: lambda name=name: US[name] for name in names}
 
@@ -29,9 +30,15 @@ def bench(kernels, monkeypatch):
     monkeypatch.setattr(measure, "in_jit", lambda product: times("jit", "xla", "xla_bf16"))
     monkeypatch.setattr(cublaslt, "missing", lambda: "")
     monkeypatch.setattr(cublaslt, "version", lambda: "2.11")
-    monkeypatch.setattr(cublaslt, "calls", lambda product: times(
-        "cublas_bf16", *["cublaslt"] * (product.m > 16 or product.dtype != "int8"),
-        *["cublaslt_tensorwise"] * (product.dtype != "int8")))
+    monkeypatch.setattr(
+        cublaslt,
+        "calls",
+        lambda product: times(
+            "cublas_bf16",
+            *["cublaslt"] * (product.m > 16 or product.dtype != "int8"),
+            *["cublaslt_tensorwise"] * (product.dtype != "int8"),
+        ),
+    )
     return lambda *more: command_line.main([*ARGUMENTS, *more])
 
 
@@ -41,20 +48,25 @@ def test_the_table_reads_like_a_report(bench, capsys):
     assert re.match(r"jax_qmm on NVIDIA H200, jax [\d.]+, PyTorch 2.11\n", out)
     tables = out.split("\n\n")
     assert [table.splitlines()[0] for table in tables if ", N " in table.splitlines()[0]] == [
-        "int8, N 64, K 32", "fp8, N 64, K 32", "int8, N 32, K 64", "fp8, N 32, K 64"]
+        "int8, N 64, K 32",
+        "fp8, N 64, K 32",
+        "int8, N 32, K 64",
+        "fp8, N 32, K 64",
+    ]
     (table,) = [table for table in tables if table.startswith("int8, N 64, K 32")]
     _, header, one, many = table.splitlines()
     assert header.split("  ")[-1] == "kernel" and "jax_qmm in jit" in header
     # 1 * 32 + 64 * 32 + 2 * 1 * 64 bytes take 0.55 us at 4 GB/s.
-    assert one.split() == (
-        "1 13.0 4% 0.00 0 39.0 (3.00x) 20.0 15.0 (0.75x) 40.0 (2.00x) sm90 wide (by the cost model)").split()
+    assert (
+        one.split()
+        == ("1 13.0 4% 0.00 0 39.0 (3.00x) 20.0 15.0 (0.75x) 40.0 (2.00x) sm90 wide (by the cost model)").split()
+    )
     assert "26.0 (2.00x)" in many
     assert "roofline: bytes at 0.00 TB/s" in out
 
 
 def test_the_summary_names_the_worst(bench, kernels, capsys, monkeypatch):
-    monkeypatch.setattr(kernels, "measure_scaled_mm",
-                        lambda m, n, k, *more: [52.0 if (m, n) == (32, 32) else 13.0])
+    monkeypatch.setattr(kernels, "measure_scaled_mm", lambda m, n, k, *more: [52.0 if (m, n) == (32, 32) else 13.0])
     bench("--dtype", "int8")
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if "speed over cuBLASLt" in line]
@@ -69,10 +81,22 @@ def test_csv(bench, tmp_path):
     rows = list(csv.DictReader(file.open()))
     assert len(rows) == 8
     assert rows[0] == {
-        "dtype": "int8", "out_dtype": "bfloat16", "m": "1", "n": "64", "k": "32",
-        "kernel": "sm90 wide (by the cost model)", "copy_tb_per_s": "0.004", "roofline_us": "0.552",
-        "ours_us": "13.000", "cublaslt_us": "", "cublaslt_tensorwise_us": "", "cublas_bf16_us": "39.000",
-        "jit_us": "20.000", "xla_us": "15.000", "xla_bf16_us": "40.000"}
+        "dtype": "int8",
+        "out_dtype": "bfloat16",
+        "m": "1",
+        "n": "64",
+        "k": "32",
+        "kernel": "sm90 wide (by the cost model)",
+        "copy_tb_per_s": "0.004",
+        "roofline_us": "0.552",
+        "ours_us": "13.000",
+        "cublaslt_us": "",
+        "cublaslt_tensorwise_us": "",
+        "cublas_bf16_us": "39.000",
+        "jit_us": "20.000",
+        "xla_us": "15.000",
+        "xla_bf16_us": "40.000",
+    }
     assert [row["cublaslt_us"] for row in rows] == ["", "26.000", "26.000", "26.000"] * 2
     assert [row["cublaslt_tensorwise_us"] for row in rows] == ["", "", "19.500", "19.500"] * 2
 
@@ -83,7 +107,7 @@ def test_ours_is_the_kernel_that_would_run(bench, kernels):
     kernels.measured.clear()
     kernels.tune_scaled_mm(1, 64, 32, 1, "int8", "bfloat16", False, (0, 1))
     bench("--peers", "none", "--dtype", "int8")
-    assert [choices for _, choices, *_ in kernels.measured][::run.TURNS] == [[(0, 1)]] + [[(2, 1)]] * 3
+    assert [choices for _, choices, *_ in kernels.measured][:: run.TURNS] == [[(0, 1)]] + [[(2, 1)]] * 3
 
 
 def test_kernels_take_turns_and_the_median_counts(bench, kernels, monkeypatch, tmp_path):
@@ -96,8 +120,9 @@ def test_kernels_take_turns_and_the_median_counts(bench, kernels, monkeypatch, t
     ours = timed("ours", [[13.0], [99.0], [14.0]])
     monkeypatch.setattr(kernels, "measure_scaled_mm", ours)
     monkeypatch.setattr(cublaslt, "calls", lambda product: {"cublaslt": timed("cublaslt", [30.0, 28.0, 27.0])})
-    monkeypatch.setattr(measure, "in_jit", lambda product: {
-        "jit": timed("jit", [20.0, 22.0]), "xla": timed("xla", [15.0, 17.0])})
+    monkeypatch.setattr(
+        measure, "in_jit", lambda product: {"jit": timed("jit", [20.0, 22.0]), "xla": timed("xla", [15.0, 17.0])}
+    )
     bench("--shapes", "64,32", "--m", "1", "--dtype", "int8", "--csv", str(tmp_path / "a.csv"))
     assert asked == ["ours", "cublaslt", "cublaslt", "ours", "ours", "cublaslt", "jit", "xla", "xla", "jit"]
     (row,) = csv.DictReader((tmp_path / "a.csv").open())
@@ -105,9 +130,15 @@ def test_kernels_take_turns_and_the_median_counts(bench, kernels, monkeypatch, t
     assert row["jit_us"] == "21.000" and row["xla_us"] == "16.000"
 
 
-@pytest.mark.parametrize(("peers", "columns"), [
-    ("xla", {"ours", "jit", "xla", "xla_bf16"}), ("cublaslt", {"ours", "cublaslt", "cublaslt_tensorwise", "cublas_bf16"}),
-    ("xla,cublaslt", set(report.LABELS)), ("none", {"ours"})])
+@pytest.mark.parametrize(
+    ("peers", "columns"),
+    [
+        ("xla", {"ours", "jit", "xla", "xla_bf16"}),
+        ("cublaslt", {"ours", "cublaslt", "cublaslt_tensorwise", "cublas_bf16"}),
+        ("xla,cublaslt", set(report.LABELS)),
+        ("none", {"ours"}),
+    ],
+)
 def test_peers_are_chosen(bench, tmp_path, peers, columns):
     file = tmp_path / "figures.csv"
     bench("--peers", peers, "--csv", str(file))
@@ -120,7 +151,8 @@ def test_xla_chooses_for_all_products_of_one_m_together(bench, monkeypatch):
     monkeypatch.setattr(measure, "autotune_xla", together.append)
     bench()
     assert [[(p.m, p.dtype, p.n) for p in products] for products in together] == [
-        [(m, dtype, n) for n in (64, 32) for dtype in ("int8", "float8_e4m3fn")] for m in (1, 32)]
+        [(m, dtype, n) for n in (64, 32) for dtype in ("int8", "float8_e4m3fn")] for m in (1, 32)
+    ]
     together.clear()
     bench("--peers", "cublaslt")
     assert together == []
@@ -221,8 +253,12 @@ def test_failures_are_named_and_the_rest_goes_on(bench, kernels, monkeypatch, ca
 
 def rows(weights):
     """Rows of which all was measured."""
-    return [report.Row(Product(m, n, k, 1, dtype, "bfloat16", False), "wide", 10.0, {"ours": 12.5 + i, **US})
-            for n, k in weights for dtype in report.KINDS for i, m in enumerate((1, 16, 17, 512, 4096, 8192))]
+    return [
+        report.Row(Product(m, n, k, 1, dtype, "bfloat16", False), "wide", 10.0, {"ours": 12.5 + i, **US})
+        for n, k in weights
+        for dtype in report.KINDS
+        for i, m in enumerate((1, 16, 17, 512, 4096, 8192))
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
@@ -233,12 +269,26 @@ def test_the_figure_is_readable(count):
     panels = [axes for axes in drawing.axes if axes.get_visible()]
     assert [axes.get_title() for axes in panels] == [f"N {1024 * (i + 1)}, K 28672" for i in range(count)]
     (legend,) = drawing.legends
-    assert sorted(text.get_text() for text in legend.get_texts()) == sorted([
-        "jax_qmm, int8", "jax_qmm, fp8", "cuBLASLt, int8", "cuBLASLt, fp8", "cuBLASLt tensorwise, int8",
-        "cuBLASLt tensorwise, fp8", "XLA in jit, int8", "XLA in jit, fp8", "bf16 cuBLAS", "bf16 XLA in jit"])
+    assert sorted(text.get_text() for text in legend.get_texts()) == sorted(
+        [
+            "jax_qmm, int8",
+            "jax_qmm, fp8",
+            "cuBLASLt, int8",
+            "cuBLASLt, fp8",
+            "cuBLASLt tensorwise, int8",
+            "cuBLASLt tensorwise, fp8",
+            "XLA in jit, int8",
+            "XLA in jit, fp8",
+            "bf16 cuBLAS",
+            "bf16 XLA in jit",
+        ]
+    )
     width, height = canvas.get_width_height()
-    boxes = [text.get_window_extent() for text in drawing.findobj(Text)
-             if text.get_text() and text.get_visible() and (text.axes is None or not hides(text))]
+    boxes = [
+        text.get_window_extent()
+        for text in drawing.findobj(Text)
+        if text.get_text() and text.get_visible() and (text.axes is None or not hides(text))
+    ]
     for box in boxes:
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
     for one, other in itertools.combinations(boxes, 2):
@@ -268,11 +318,14 @@ def test_a_missing_package_is_named_before_measuring(bench, kernels, monkeypatch
     assert kernels.measured == []
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--peers", "vllm"], "vllm is none of xla, cublaslt and none"),
-    (["--csv", "/no/such/folder/x.csv"], "there is no folder /no/such/folder"),
-    (["--png", "/"], "/ is a folder"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "vllm"], "vllm is none of xla, cublaslt and none"),
+        (["--csv", "/no/such/folder/x.csv"], "there is no folder /no/such/folder"),
+        (["--png", "/"], "/ is a folder"),
+    ],
+)
 def test_bad_arguments_are_refused(bench, arguments, message, capsys):
     with pytest.raises(SystemExit) as exit:
         bench(*arguments)

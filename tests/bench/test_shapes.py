@@ -22,10 +22,18 @@ def test_defaults_are_a_models_layers_in_both_dtypes():
 def test_a_models_layers_are_those_of_its_configuration():
     hidden, heads, kv_heads, head, ffn = 8192, 64, 8, 128, 28672  # of Llama 3 70B
     assert shapes.MODELS["llama-3-70b"] == (
-        ((heads + 2 * kv_heads) * head, hidden), (hidden, heads * head), (2 * ffn, hidden), (hidden, ffn))
+        ((heads + 2 * kv_heads) * head, hidden),
+        (hidden, heads * head),
+        (2 * ffn, hidden),
+        (hidden, ffn),
+    )
     hidden, heads, kv_heads, head, ffn = 4096, 32, 8, 128, 14336  # of Llama 3 8B
     assert shapes.MODELS["llama-3-8b"] == (
-        ((heads + 2 * kv_heads) * head, hidden), (hidden, heads * head), (2 * ffn, hidden), (hidden, ffn))
+        ((heads + 2 * kv_heads) * head, hidden),
+        (hidden, heads * head),
+        (2 * ffn, hidden),
+        (hidden, ffn),
+    )
 
 
 def test_shapes_by_hand():
@@ -35,18 +43,21 @@ def test_shapes_by_hand():
     assert all(product.fast_accum and product.dtype == "float8_e4m3fn" for product in products)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--m", "1,x"], "invalid list of numbers value: '1,x'"),
-    (["--m", "0"], "0 holds a number that is no positive 32-bit integer"),
-    (["--m", "1,2147483648"], "no positive 32-bit integer"),
-    (["--shapes", "4096"], "4096 is no pair N,K"),
-    (["--shapes", "16,-16"], "no positive 32-bit integer"),
-    (["--shapes", "4096x4096"], "invalid pair N,K value: '4096x4096'"),
-    (["--model", "gpt-2"], "llama-3-70b"),
-    (["--dtype", "int4"], "int4"),
-    (["--model", "llama-3-8b", "--shapes", "16,16"], "--model custom needs --shapes, and no other model"),
-    (["--model", "custom"], "--model custom needs --shapes, and no other model"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--m", "1,x"], "invalid list of numbers value: '1,x'"),
+        (["--m", "0"], "0 holds a number that is no positive 32-bit integer"),
+        (["--m", "1,2147483648"], "no positive 32-bit integer"),
+        (["--shapes", "4096"], "4096 is no pair N,K"),
+        (["--shapes", "16,-16"], "no positive 32-bit integer"),
+        (["--shapes", "4096x4096"], "invalid pair N,K value: '4096x4096'"),
+        (["--model", "gpt-2"], "llama-3-70b"),
+        (["--dtype", "int4"], "int4"),
+        (["--model", "llama-3-8b", "--shapes", "16,16"], "--model custom needs --shapes, and no other model"),
+        (["--model", "custom"], "--model custom needs --shapes, and no other model"),
+    ],
+)
 def test_bad_arguments_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit:
         parse(*arguments)

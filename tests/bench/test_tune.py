@@ -37,7 +37,7 @@ def test_every_kernel_is_measured_and_the_best_ones_again(kernels):
     assert everything == [(-1, 1), (0, 1), (1, 1), (2, 1)] and once == 1
     assert all(repeated == product and rounds > once for repeated, _, rounds in again)
     # Each alone, and three times, in other orders.
-    orders = [tuple(choice for _, [choice], _ in again[i:i + 4]) for i in range(0, 12, 4)]
+    orders = [tuple(choice for _, [choice], _ in again[i : i + 4]) for i in range(0, 12, 4)]
     assert len(again) == 12 and len(set(orders)) == 3
     assert [sorted(order) for order in orders] == [everything] * 3
 
@@ -82,8 +82,7 @@ def test_what_the_file_has_of_other_products_stays(kernels, tmp_path, capsys):
     assert f"{file} holds 2 products on NVIDIA H200; set JAX_QMM_TUNING={file} to load it" in out
     kernels.us["sm90 narrow swizzle 8"] = 5.0
     command_line.main(["tune", "--shapes", "64,32", "--m", "8,9", "--dtype", "int8", "--file", str(file)])
-    assert stored(file) == [
-        (1, "generic", 10.0), (8, "sm90 narrow swizzle 8", 5.0), (9, "sm90 narrow swizzle 8", 5.0)]
+    assert stored(file) == [(1, "generic", 10.0), (8, "sm90 narrow swizzle 8", 5.0), (9, "sm90 narrow swizzle 8", 5.0)]
 
 
 def test_the_file_is_that_of_the_environment(kernels, tmp_path, monkeypatch, capsys):
@@ -99,8 +98,11 @@ def test_the_file_is_that_of_the_environment(kernels, tmp_path, monkeypatch, cap
 def test_dtypes(kernels):
     command_line.main([*ARGUMENTS, "fp8", "--out-dtype", "float16", "float32"])
     assert {product[3:] for product, *_ in kernels.measured} == {
-        ("int8", "float16", False), ("int8", "float32", False),
-        ("float8_e4m3fn", "float16", True), ("float8_e4m3fn", "float32", True)}
+        ("int8", "float16", False),
+        ("int8", "float32", False),
+        ("float8_e4m3fn", "float16", True),
+        ("float8_e4m3fn", "float32", True),
+    }
 
 
 def test_an_interrupt_keeps_what_is_measured(kernels, capsys):
@@ -124,8 +126,7 @@ def test_a_product_that_fails_is_left_out(kernels, monkeypatch, capsys):
     assert "left out: int8 to bfloat16, M 1, N 64, K 32 (measuring: out of memory)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [
-    "{}", "keep me", '{"format": "jax_qmm tuning 1", "device_kind": "NVIDIA H100"}'])
+@pytest.mark.parametrize("content", ["{}", "keep me", '{"format": "jax_qmm tuning 1", "device_kind": "NVIDIA H100"}'])
 def test_no_other_file_is_overwritten(kernels, tmp_path, capsys, content):
     file = tmp_path / "notes.json"
     file.write_text(content)

@@ -19,11 +19,13 @@ TEXTS = [
 # The first coordinates of these texts' unit vectors, from transformers 5.23.0 on PyTorch 2.13.0 in float64
 # (BertModel, mean over tokens, L2 norm). In float32 the two implementations differed by at most 9.7e-7 in
 # norm on 300 paragraphs.
-PYTORCH = np.array([
-    [0.067656896, 0.063495903, 0.048713105, 0.079304979, 0.037448053, 0.002652798],
-    [0.086438572, 0.10276262, 0.005394536, 0.002044425, -0.00996338, 0.025385507],
-    [0.092678902, 0.050983292, 0.0432709, 0.120155937, 0.112813776, -0.01980578],
-])
+PYTORCH = np.array(
+    [
+        [0.067656896, 0.063495903, 0.048713105, 0.079304979, 0.037448053, 0.002652798],
+        [0.086438572, 0.10276262, 0.005394536, 0.002044425, -0.00996338, 0.025385507],
+        [0.092678902, 0.050983292, 0.0432709, 0.120155937, 0.112813776, -0.01980578],
+    ]
+)
 # A sum of K products in float32 is off by about sqrt(K) * 2**-24 of the vector's length; 24 products with
 # K = 384 and 6 with K = 1536 follow each other, and their errors add up like independent ones: 8.1e-6.
 FLOAT32_ERROR = 2**-24 * np.sqrt(24 * 384 + 6 * 1536)
@@ -85,7 +87,8 @@ def test_float32_matches_pytorch(minilm, loaded):
     folder = minilm.get_model_path()
     texts = minilm.paragraphs(20)
     tokens = transformers.AutoTokenizer.from_pretrained(folder)(
-        texts, padding=True, truncation=True, max_length=minilm.MAX_TOKENS, return_tensors="pt")
+        texts, padding=True, truncation=True, max_length=minilm.MAX_TOKENS, return_tensors="pt"
+    )
     with torch.no_grad():
         hidden = transformers.AutoModel.from_pretrained(folder).eval()(**tokens).last_hidden_state
     mask = tokens["attention_mask"][..., None]

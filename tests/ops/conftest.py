@@ -89,8 +89,19 @@ def h200_topology(devices):
     if _ffi._load()[0] is None:  # XLA compiles a call only of a target that is registered
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder, "stand_in.so")
-            command = [os.environ.get("CXX", "c++"), "-std=c++17", "-shared", "-fPIC", "-w",
-                       f"-I{jax.ffi.include_dir()}", "-x", "c++", "-", "-o", library]
+            command = [
+                os.environ.get("CXX", "c++"),
+                "-std=c++17",
+                "-shared",
+                "-fPIC",
+                "-w",
+                f"-I{jax.ffi.include_dir()}",
+                "-x",
+                "c++",
+                "-",
+                "-o",
+                library,
+            ]
             subprocess.run(command, input=STAND_IN, text=True, check=True)
             stand_in = jax.ffi.pycapsule(ctypes.CDLL(library).StandIn)
         for target in _ffi.TARGETS:

@@ -12,26 +12,35 @@ W = jax_qmm.quantize(np.ones((6, 8), np.float32)).T
 STRUCT = jax.ShapeDtypeStruct((2, 8), jnp.float32)
 
 
-@pytest.mark.parametrize("call, error, message", [
-    (lambda: jax_qmm.quantize(None), TypeError, "x is a NoneType, needs an array"),
-    (lambda: jax_qmm.quantize(STRUCT), TypeError, "x is a ShapeDtypeStruct, needs an array"),
-    (lambda: jax_qmm.quantize([[1.0], [2.0, 3.0]]), TypeError, "x is a list, needs an array"),
-    (lambda: jax_qmm.quantize(X, symmetric="no"), TypeError, "symmetric is 'no', needs True or False"),
-    (lambda: jax_qmm.quantize(X, scale="1"), TypeError, "scale is a str, needs an array"),
-    (lambda: jax_qmm.quantize(X, scale=True), TypeError, "scale has dtype bool"),
-    (lambda: jax_qmm.quantize(X, scale=1.0, zero_point=True), TypeError, "zero_point has dtype bool"),
-    (lambda: jax_qmm.quantize(X, scale=1.0, zero_point=2**80), ValueError, "zero_point is .* out of range"),
-    (lambda: jax_qmm.matmul(STRUCT, W), TypeError, "a is a ShapeDtypeStruct, needs an array"),
-    (lambda: jax_qmm.matmul(X, W, bias="0"), TypeError, "bias is a str, needs an array"),
-    (lambda: jax_qmm.matmul(X, W, preferred_element_type="bf16"), TypeError,
-     "preferred_element_type is bf16, needs float32"),
-    (lambda: jax_qmm.matmul(X, W, precision="most"), ValueError, "most"),
-    (lambda: jax_qmm.scaled_mm(A, A, 1.0, 1.0, precision="most"), ValueError, "most"),
-    (lambda: jax_qmm.scaled_mm(A, A, 1.0, 1.0, out_dtype=None), TypeError, "out_dtype is None"),
-    # Without a QArray too:
-    (lambda: jax_qmm.matmul(X, X.T, bias=np.ones((7, 1, 1), np.float32)), ValueError,
-     r"bias has shape \(7, 1, 1\), needs one that broadcasts to the result's \(2, 2\)"),
-])
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: jax_qmm.quantize(None), TypeError, "x is a NoneType, needs an array"),
+        (lambda: jax_qmm.quantize(STRUCT), TypeError, "x is a ShapeDtypeStruct, needs an array"),
+        (lambda: jax_qmm.quantize([[1.0], [2.0, 3.0]]), TypeError, "x is a list, needs an array"),
+        (lambda: jax_qmm.quantize(X, symmetric="no"), TypeError, "symmetric is 'no', needs True or False"),
+        (lambda: jax_qmm.quantize(X, scale="1"), TypeError, "scale is a str, needs an array"),
+        (lambda: jax_qmm.quantize(X, scale=True), TypeError, "scale has dtype bool"),
+        (lambda: jax_qmm.quantize(X, scale=1.0, zero_point=True), TypeError, "zero_point has dtype bool"),
+        (lambda: jax_qmm.quantize(X, scale=1.0, zero_point=2**80), ValueError, "zero_point is .* out of range"),
+        (lambda: jax_qmm.matmul(STRUCT, W), TypeError, "a is a ShapeDtypeStruct, needs an array"),
+        (lambda: jax_qmm.matmul(X, W, bias="0"), TypeError, "bias is a str, needs an array"),
+        (
+            lambda: jax_qmm.matmul(X, W, preferred_element_type="bf16"),
+            TypeError,
+            "preferred_element_type is bf16, needs float32",
+        ),
+        (lambda: jax_qmm.matmul(X, W, precision="most"), ValueError, "most"),
+        (lambda: jax_qmm.scaled_mm(A, A, 1.0, 1.0, precision="most"), ValueError, "most"),
+        (lambda: jax_qmm.scaled_mm(A, A, 1.0, 1.0, out_dtype=None), TypeError, "out_dtype is None"),
+        # Without a QArray too:
+        (
+            lambda: jax_qmm.matmul(X, X.T, bias=np.ones((7, 1, 1), np.float32)),
+            ValueError,
+            r"bias has shape \(7, 1, 1\), needs one that broadcasts to the result's \(2, 2\)",
+        ),
+    ],
+)
 def test_what_is_no_array_or_no_dtype_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()

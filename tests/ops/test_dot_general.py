@@ -23,9 +23,7 @@ SCHEMES = {
     "fp8": W8A8(E4M3),
 }
 ATOL = 1e-4  # of float32 sums of 8 products below 12
-schemes = pytest.mark.parametrize(
-    "scheme", [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
-)
+schemes = pytest.mark.parametrize("scheme", [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()])
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -42,8 +40,14 @@ def stored(w, contracted, order=None, qtype=jnp.int8):
 
 def activation(x, scheme, contracted):
     axis = contracted if scheme.activation == "per_token" and scheme.activation_scale is None else None
-    return jax_qmm.quantize(x, scheme.dtype, axis=axis, symmetric=scheme.symmetric,
-                            scale=scheme.activation_scale, zero_point=scheme.activation_zero_point)
+    return jax_qmm.quantize(
+        x,
+        scheme.dtype,
+        axis=axis,
+        symmetric=scheme.symmetric,
+        scale=scheme.activation_scale,
+        zero_point=scheme.activation_zero_point,
+    )
 
 
 def dequantized(x, contracted):
@@ -63,8 +67,9 @@ def contracted_axes(equation, ndims):
     terms, out = equation.split("->")
     terms = terms.split(",")
     expand = lambda term, n: term.replace("...", "-" * (n - len(term.replace("...", ""))))
-    return [tuple(i for i, c in enumerate(expand(term, n)) if c.isalpha() and c not in out)
-            for term, n in zip(terms, ndims)]
+    return [
+        tuple(i for i, c in enumerate(expand(term, n)) if c.isalpha() and c not in out) for term, n in zip(terms, ndims)
+    ]
 
 
 def assert_close_to_exact(got, want, roundings=4):
@@ -79,8 +84,10 @@ def problems(draw):
     letters = iter("abcdefghij")
     batch, contracted, left, right = ([next(letters) for _ in range(n)] for n in counts)
     sizes = {letter: draw(st.integers(1, 4)) for letter in (*batch, *contracted, *left, *right)}
-    lhs, rhs, out = (list(rng.permutation(labels)) for labels in (
-        batch + contracted + left, batch + contracted + right, batch + left + right))
+    lhs, rhs, out = (
+        list(rng.permutation(labels))
+        for labels in (batch + contracted + left, batch + contracted + right, batch + left + right)
+    )
     sides = draw(st.sampled_from(["lhs", "rhs", "both"]))
     operands = []
     for labels, side in ((lhs, "lhs"), (rhs, "rhs")):
@@ -97,8 +104,10 @@ def test_einsum_is_the_exact_product_of_what_the_operands_quantize_to(problem):
     equation, operands, name = problem
     scheme = SCHEMES[name]
     axes = contracted_axes(equation, [x.ndim for x, _ in operands])
-    quantized = [activation(x, scheme, axis) if order is None else stored(x, axis, order, scheme.dtype)
-                 for (x, order), axis in zip(operands, axes)]
+    quantized = [
+        activation(x, scheme, axis) if order is None else stored(x, axis, order, scheme.dtype)
+        for (x, order), axis in zip(operands, axes)
+    ]
     given = [x if order is None else q for (x, order), q in zip(operands, quantized)]
     got = jax.jit(functools.partial(jax_qmm.einsum, equation, scheme=scheme))(*given)
     want = np.einsum(equation, *map(exact, quantized))
@@ -128,13 +137,12 @@ def test_differs_from_the_dequantized_product_by_the_rounding_of_the_activations
 
 
 @pytest.mark.parametrize(
-    "scheme, dtype", list(zip(SCHEMES.values(), [jnp.float32, jnp.bfloat16, jnp.float16] * 2)), ids=str)
+    "scheme, dtype", list(zip(SCHEMES.values(), [jnp.float32, jnp.bfloat16, jnp.float16] * 2)), ids=str
+)
 def test_is_scaled_mm_bit_for_bit(scheme, dtype):
     x, w = normal(7, 64, dtype=dtype), stored(normal(64, 24, seed=1), (0,), qtype=scheme.dtype)
     bias = normal(24, seed=2)
-    got = jax_qmm.dot_general(
-        x, w, (((1,), (0,)), ((), ())), preferred_element_type=dtype, scheme=scheme, bias=bias
-    )
+    got = jax_qmm.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=dtype, scheme=scheme, bias=bias)
     q = activation(x, scheme, (1,))
     scales = q.scale.reshape(()) if q.scale.size == 1 else q.scale[:, 0], w.scale[:, 0]
     if q.zero_point is None:
@@ -142,7 +150,8 @@ def test_is_scaled_mm_bit_for_bit(scheme, dtype):
     else:
         azp = jnp.broadcast_to(q.zero_point, (7, 1))
         want = jax_qmm.scaled_mm_azp_per_token(
-            q.qvalue, w.qvalue, *scales, jax_qmm.azp_adjustment(w.qvalue), azp, bias, out_dtype=dtype)
+            q.qvalue, w.qvalue, *scales, jax_qmm.azp_adjustment(w.qvalue), azp, bias, out_dtype=dtype
+        )
     assert got.dtype == dtype
     np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
 
@@ -162,17 +171,20 @@ def test_the_input_is_transposed_rather_than_the_weight():
     assert [row.op.split()[0] for row in table.rows] == ["quantize", "scaled_mm"]
 
 
-@pytest.mark.parametrize("dims, lhs, rhs, weight", [
-    (((1,), (0,)), (5, 8), (8, 6), "rhs"),
-    (((2, 1), (0, 1)), (5, 4, 8), (8, 4, 6), "rhs"),
-    (((0,), (0,)), (8, 5), (8,), "lhs"),
-    (((0,), (0,)), (8,), (8,), "rhs"),
-    (((1,), (1,)), (6, 8), (5, 8), "lhs"),
-    (((2,), (1,), (0,), (2,)), (3, 5, 8), (6, 8, 3), "rhs"),
-    (((1,), (2,), (2, 0), (1, 0)), (3, 8, 2, 5), (3, 2, 8), "lhs"),
-    (((1,), (0,)), (0, 8), (8, 6), "rhs"),
-    (((1,), (0,)), (5, 0), (0, 6), "rhs"),
-])
+@pytest.mark.parametrize(
+    "dims, lhs, rhs, weight",
+    [
+        (((1,), (0,)), (5, 8), (8, 6), "rhs"),
+        (((2, 1), (0, 1)), (5, 4, 8), (8, 4, 6), "rhs"),
+        (((0,), (0,)), (8, 5), (8,), "lhs"),
+        (((0,), (0,)), (8,), (8,), "rhs"),
+        (((1,), (1,)), (6, 8), (5, 8), "lhs"),
+        (((2,), (1,), (0,), (2,)), (3, 5, 8), (6, 8, 3), "rhs"),
+        (((1,), (2,), (2, 0), (1, 0)), (3, 8, 2, 5), (3, 2, 8), "lhs"),
+        (((1,), (0,)), (0, 8), (8, 6), "rhs"),
+        (((1,), (0,)), (5, 0), (0, 6), "rhs"),
+    ],
+)
 def test_dot_general_has_the_shape_and_value_of_lax(dims, lhs, rhs, weight):
     contract, batch = dims[:2], dims[2:] or ((), ())
     operands = [normal(*lhs), normal(*rhs, seed=1)]
@@ -184,20 +196,23 @@ def test_dot_general_has_the_shape_and_value_of_lax(dims, lhs, rhs, weight):
     np.testing.assert_allclose(got, want, atol=ATOL)
 
 
-@pytest.mark.parametrize("equation, implied, lhs, rhs, weight", [
-    ("...k,kn->...n", "", (2, 3, 8), (8, 5), "rhs"),
-    ("...k,kn", "->...n", (2, 3, 8), (8, 5), "rhs"),
-    ("bk , kn", "->bn", (3, 8), (8, 5), "lhs"),
-    ("...ij,...jk->...ik", "", (2, 1, 3, 8), (2, 4, 8, 5), "lhs"),
-    ("...ij,...jk->...ik", "", (2, 1, 3, 8), (2, 4, 8, 5), "rhs"),
-    ("...ij,...jk", "->...ik", (4, 3, 8), (8, 5), "rhs"),
-    ("mk,ekn->emn", "", (3, 8), (2, 8, 5), "rhs"),
-    ("btf,fhd->bthd", "", (2, 3, 8), (8, 4, 2), "rhs"),
-    ("bthd,hdf->btf", "", (2, 3, 4, 2), (4, 2, 8), "rhs"),
-    ("bqhd,bkhd->bhqk", "", (2, 3, 4, 8), (2, 5, 4, 8), "rhs"),
-    ("kn,...k->...n", "", (8, 5), (2, 3, 8), "lhs"),
-    ("k,k->", "", (8,), (8,), "lhs"),
-])
+@pytest.mark.parametrize(
+    "equation, implied, lhs, rhs, weight",
+    [
+        ("...k,kn->...n", "", (2, 3, 8), (8, 5), "rhs"),
+        ("...k,kn", "->...n", (2, 3, 8), (8, 5), "rhs"),
+        ("bk , kn", "->bn", (3, 8), (8, 5), "lhs"),
+        ("...ij,...jk->...ik", "", (2, 1, 3, 8), (2, 4, 8, 5), "lhs"),
+        ("...ij,...jk->...ik", "", (2, 1, 3, 8), (2, 4, 8, 5), "rhs"),
+        ("...ij,...jk", "->...ik", (4, 3, 8), (8, 5), "rhs"),
+        ("mk,ekn->emn", "", (3, 8), (2, 8, 5), "rhs"),
+        ("btf,fhd->bthd", "", (2, 3, 8), (8, 4, 2), "rhs"),
+        ("bthd,hdf->btf", "", (2, 3, 4, 2), (4, 2, 8), "rhs"),
+        ("bqhd,bkhd->bhqk", "", (2, 3, 4, 8), (2, 5, 4, 8), "rhs"),
+        ("kn,...k->...n", "", (8, 5), (2, 3, 8), "lhs"),
+        ("k,k->", "", (8,), (8,), "lhs"),
+    ],
+)
 def test_einsum_has_the_shape_and_value_of_jnp(equation, implied, lhs, rhs, weight):
     operands = [normal(*lhs), normal(*rhs, seed=1)]
     axes = contracted_axes((equation + implied).replace(" ", ""), (len(lhs), len(rhs)))
@@ -208,17 +223,20 @@ def test_einsum_has_the_shape_and_value_of_jnp(equation, implied, lhs, rhs, weig
     np.testing.assert_allclose(got, want, atol=ATOL)
 
 
-@pytest.mark.parametrize("a, b", [
-    ((8,), (8,)),
-    ((8,), (8, 5)),
-    ((3, 8), (8,)),
-    ((2, 3, 8), (8, 5)),
-    ((3, 8), (2, 8, 5)),
-    ((2, 3, 8), (2, 8, 5)),
-    ((4, 1, 3, 8), (2, 8, 5)),
-    ((8,), (2, 8, 5)),
-    ((2, 3, 8), (8,)),
-])
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        ((8,), (8,)),
+        ((8,), (8, 5)),
+        ((3, 8), (8,)),
+        ((2, 3, 8), (8, 5)),
+        ((3, 8), (2, 8, 5)),
+        ((2, 3, 8), (2, 8, 5)),
+        ((4, 1, 3, 8), (2, 8, 5)),
+        ((8,), (2, 8, 5)),
+        ((2, 3, 8), (8,)),
+    ],
+)
 def test_matmul_has_the_shape_and_value_of_jnp(a, b):
     x, w = normal(*a), stored(normal(*b, seed=1), (-2 if len(b) > 1 else -1,))
     got, want = jax.jit(jax_qmm.matmul)(x, w), jnp.matmul(dequantized(x, (-1,)), w.dequantize())
@@ -229,8 +247,13 @@ def test_matmul_has_the_shape_and_value_of_jnp(a, b):
 def test_the_output_dtype_is_that_of_the_dequantized_product():
     w = stored(normal(8, 5), (0,))
     half = QArray(w.qvalue, w.scale.astype(jnp.bfloat16)).T
-    for x, weight, preferred in ((jnp.float32, w, None), (jnp.bfloat16, w, None), (jnp.bfloat16, half, None),
-                                 (jnp.float16, half, None), (jnp.float32, w, jnp.bfloat16)):
+    for x, weight, preferred in (
+        (jnp.float32, w, None),
+        (jnp.bfloat16, w, None),
+        (jnp.bfloat16, half, None),
+        (jnp.float16, half, None),
+        (jnp.float32, w, jnp.bfloat16),
+    ):
         x = normal(3, 8, dtype=x)
         want = preferred or jnp.matmul(x, weight.dequantize()).dtype
         assert jax_qmm.matmul(x, weight, preferred_element_type=preferred).dtype == want
@@ -261,16 +284,17 @@ def test_bias_broadcasts_and_is_added_before_the_rounding(shape):
 # Dequantized products
 
 
-@pytest.mark.parametrize("reason, make", {
-    "no_contraction": lambda: ("k,n->kn", jax_qmm.quantize(normal(8)), normal(5)),
-    "two_dtypes": lambda: ("mk,kn->mn", jax_qmm.quantize(normal(5, 8)),
-                           stored(normal(8, 6), (0,), qtype=E4M3)),
-    "blocks": lambda: ("mk,nk->mn", normal(5, 8), jax_qmm.quantize(normal(6, 8), tile_size=4)),
-    "scales_along_contraction": lambda: ("mk,kn->mn", normal(5, 8),
-                                         jax_qmm.quantize(normal(8, 6), axis=1)),
-    "two_zero_points": lambda: ("mk,nk->mn",
-                                *(jax_qmm.quantize(normal(n, 8), symmetric=False) for n in (5, 6))),
-}.items(), ids=DEQUANTIZED)
+@pytest.mark.parametrize(
+    "reason, make",
+    {
+        "no_contraction": lambda: ("k,n->kn", jax_qmm.quantize(normal(8)), normal(5)),
+        "two_dtypes": lambda: ("mk,kn->mn", jax_qmm.quantize(normal(5, 8)), stored(normal(8, 6), (0,), qtype=E4M3)),
+        "blocks": lambda: ("mk,nk->mn", normal(5, 8), jax_qmm.quantize(normal(6, 8), tile_size=4)),
+        "scales_along_contraction": lambda: ("mk,kn->mn", normal(5, 8), jax_qmm.quantize(normal(8, 6), axis=1)),
+        "two_zero_points": lambda: ("mk,nk->mn", *(jax_qmm.quantize(normal(n, 8), symmetric=False) for n in (5, 6))),
+    }.items(),
+    ids=DEQUANTIZED,
+)
 def test_what_the_kernels_cannot_do_is_dequantized_and_says_so(reason, make, monkeypatch):
     equation, *operands = make()
     call = functools.partial(jax_qmm.einsum, equation)
@@ -283,7 +307,7 @@ def test_what_the_kernels_cannot_do_is_dequantized_and_says_so(reason, make, mon
     np.testing.assert_allclose(call(*operands), jnp.einsum(equation, *dense), rtol=1e-6, atol=1e-6)
     for i, x in enumerate(operands):
         if not isinstance(x, QArray):
-            loss = lambda f, ops: lambda x: f(equation, *ops[:i], x, *ops[i + 1:]).sum()
+            loss = lambda f, ops: lambda x: f(equation, *ops[:i], x, *ops[i + 1 :]).sum()
             got, want = jax.grad(loss(jax_qmm.einsum, operands))(x), jax.grad(loss(jnp.einsum, dense))(x)
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     monkeypatch.setenv("JAX_QMM_STRICT", "1")
@@ -295,9 +319,7 @@ def test_one_zero_point_is_enough_for_the_kernel_on_either_side():
     x, w = normal(5, 8), jax_qmm.quantize(normal(6, 8, seed=1), symmetric=False)
     for equation, operands in (("mk,nk->mn", (x, w)), ("nk,mk->nm", (w, x))):
         quantized = [q if isinstance(q, QArray) else jax_qmm.quantize(q) for q in operands]
-        assert_close_to_exact(
-            jax_qmm.einsum(equation, *operands), np.einsum(equation, *map(exact, quantized))
-        )
+        assert_close_to_exact(jax_qmm.einsum(equation, *operands), np.einsum(equation, *map(exact, quantized)))
 
 
 # Bad input
@@ -306,41 +328,48 @@ def test_one_zero_point_is_enough_for_the_kernel_on_either_side():
 W = jax_qmm.quantize(np.ones((6, 8), np.float32)).T
 
 
-@pytest.mark.parametrize("call, error, message", [
-    (lambda: jax_qmm.matmul(np.ones((2, 8), np.int32), W), TypeError,
-     "a has dtype int32, needs .* or to be a QArray"),
-    (lambda: jax_qmm.matmul(np.float32(1), W), ValueError, "a has rank 0, needs 1 or more"),
-    (lambda: jax_qmm.matmul(normal(2, 7), W), ValueError, "'k' has sizes 7 and 8"),
-    (lambda: jax_qmm.dot_general(normal(2, 7), W, (((1,), (0,)), ((), ()))), TypeError,
-     "contracting dimensions"),
-    (lambda: jax_qmm.dot_general(normal(2, 8), W, (((1,), (2,)), ((), ()))), TypeError, "."),
-    (lambda: jax_qmm.matmul(normal(2, 8), W, preferred_element_type=jnp.int32), TypeError,
-     "preferred_element_type is int32, needs float32"),
-    (lambda: jax_qmm.matmul(normal(2, 8), W, scheme="w8a8"), TypeError, "scheme is 'w8a8', needs a W8A8"),
-    (lambda: jax_qmm.matmul(normal(2, 8), W, scheme=W8A8(E4M3)), ValueError,
-     "scheme has dtype float8_e4m3fn, needs"),
-    (lambda: jax_qmm.matmul(normal(2, 8), W, bias=np.ones(5, np.float32)), ValueError,
-     r"bias has shape \(5,\), needs"),
-    (lambda: jax_qmm.matmul(normal(2, 8), W, bias=np.ones(6, np.int32)), TypeError,
-     "bias has dtype int32"),
-    (lambda: jax_qmm.einsum("mk,kn,no->mo", normal(2, 8), W, normal(6, 2)), ValueError,
-     "needs 2 operands, got 3"),
-    (lambda: jax_qmm.einsum("mk->m", W), ValueError, "needs 2 operands, got 1"),
-    (lambda: jax_qmm.einsum("mk", normal(2, 8), W), ValueError, "needs a string of two terms"),
-    (lambda: jax_qmm.einsum("kk,kn->n", normal(8, 8), W), ValueError, "'kk' repeats a letter"),
-    (lambda: jax_qmm.einsum("mk,kn->n", normal(2, 8), W), ValueError,
-     "'m' is summed in one operand alone"),
-    (lambda: jax_qmm.einsum("...k,kn->n", normal(2, 8), W), ValueError,
-     "'...' is summed in one operand alone"),
-    (lambda: jax_qmm.einsum("mk,kn->mnn", normal(2, 8), W), ValueError, "output 'mnn' repeats a letter"),
-    (lambda: jax_qmm.einsum("mk,kn->mz", normal(2, 8), W), ValueError,
-     "output 'mz' .* one of neither operand"),
-    (lambda: jax_qmm.einsum("mka,kn->mn", normal(2, 8), W), ValueError,
-     r"'mka' does not fit shape \(2, 8\)"),
-    (lambda: jax_qmm.einsum("m1,1n->mn", normal(2, 8), W), ValueError, "'m1' does not fit"),
-    (lambda: jax_qmm.einsum(normal(2, 8), [0, 1], W, [1, 2]), ValueError,
-     "needs its subscripts as a string"),
-])
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (
+            lambda: jax_qmm.matmul(np.ones((2, 8), np.int32), W),
+            TypeError,
+            "a has dtype int32, needs .* or to be a QArray",
+        ),
+        (lambda: jax_qmm.matmul(np.float32(1), W), ValueError, "a has rank 0, needs 1 or more"),
+        (lambda: jax_qmm.matmul(normal(2, 7), W), ValueError, "'k' has sizes 7 and 8"),
+        (lambda: jax_qmm.dot_general(normal(2, 7), W, (((1,), (0,)), ((), ()))), TypeError, "contracting dimensions"),
+        (lambda: jax_qmm.dot_general(normal(2, 8), W, (((1,), (2,)), ((), ()))), TypeError, "."),
+        (
+            lambda: jax_qmm.matmul(normal(2, 8), W, preferred_element_type=jnp.int32),
+            TypeError,
+            "preferred_element_type is int32, needs float32",
+        ),
+        (lambda: jax_qmm.matmul(normal(2, 8), W, scheme="w8a8"), TypeError, "scheme is 'w8a8', needs a W8A8"),
+        (
+            lambda: jax_qmm.matmul(normal(2, 8), W, scheme=W8A8(E4M3)),
+            ValueError,
+            "scheme has dtype float8_e4m3fn, needs",
+        ),
+        (
+            lambda: jax_qmm.matmul(normal(2, 8), W, bias=np.ones(5, np.float32)),
+            ValueError,
+            r"bias has shape \(5,\), needs",
+        ),
+        (lambda: jax_qmm.matmul(normal(2, 8), W, bias=np.ones(6, np.int32)), TypeError, "bias has dtype int32"),
+        (lambda: jax_qmm.einsum("mk,kn,no->mo", normal(2, 8), W, normal(6, 2)), ValueError, "needs 2 operands, got 3"),
+        (lambda: jax_qmm.einsum("mk->m", W), ValueError, "needs 2 operands, got 1"),
+        (lambda: jax_qmm.einsum("mk", normal(2, 8), W), ValueError, "needs a string of two terms"),
+        (lambda: jax_qmm.einsum("kk,kn->n", normal(8, 8), W), ValueError, "'kk' repeats a letter"),
+        (lambda: jax_qmm.einsum("mk,kn->n", normal(2, 8), W), ValueError, "'m' is summed in one operand alone"),
+        (lambda: jax_qmm.einsum("...k,kn->n", normal(2, 8), W), ValueError, "'...' is summed in one operand alone"),
+        (lambda: jax_qmm.einsum("mk,kn->mnn", normal(2, 8), W), ValueError, "output 'mnn' repeats a letter"),
+        (lambda: jax_qmm.einsum("mk,kn->mz", normal(2, 8), W), ValueError, "output 'mz' .* one of neither operand"),
+        (lambda: jax_qmm.einsum("mka,kn->mn", normal(2, 8), W), ValueError, r"'mka' does not fit shape \(2, 8\)"),
+        (lambda: jax_qmm.einsum("m1,1n->mn", normal(2, 8), W), ValueError, "'m1' does not fit"),
+        (lambda: jax_qmm.einsum(normal(2, 8), [0, 1], W, [1, 2]), ValueError, "needs its subscripts as a string"),
+    ],
+)
 def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -44,8 +44,12 @@ def product(equation, scheme):
 @schemes
 def test_no_transpose_is_lowered(name, scheme):
     equation, shape, make = PRODUCTS[name]
-    text = product(equation, SCHEMES[scheme]).trace(jax.ShapeDtypeStruct(shape, jnp.bfloat16), make()).lower(
-        lowering_platforms=("cuda",)).as_text()
+    text = (
+        product(equation, SCHEMES[scheme])
+        .trace(jax.ShapeDtypeStruct(shape, jnp.bfloat16), make())
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
     assert "transpose" not in text
     assert re.findall("@(jax_qmm_\\w+)", text) == ["jax_qmm_quantize_dynamic", "jax_qmm_scaled_mm"]
 
@@ -64,9 +68,7 @@ def compile_for_h200():
     for name, (equation, shape, make) in PRODUCTS.items():
         operands = jax.tree.map(spec, (jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.eval_shape(make)))
         for scheme in SCHEMES:
-            modules[f"{name}, {scheme}"] = (
-                product(equation, SCHEMES[scheme]).lower(*operands).compile().as_text()
-            )
+            modules[f"{name}, {scheme}"] = product(equation, SCHEMES[scheme]).lower(*operands).compile().as_text()
     print(json.dumps(modules))
 
 
@@ -79,11 +81,15 @@ def h200(optimized_modules):
 @schemes
 def test_compiled_for_h200_are_two_calls_and_views(h200, name, scheme):
     text = h200[f"{name}, {scheme}"]
-    assert re.findall(r'custom_call_target="(\w+)"', text) == ["jax_qmm_quantize_dynamic",
-                                                               "jax_qmm_scaled_mm"]
+    assert re.findall(r'custom_call_target="(\w+)"', text) == ["jax_qmm_quantize_dynamic", "jax_qmm_scaled_mm"]
     entry = re.search(r"^ENTRY .*?^}", text, re.S | re.M).group(0)
     operations = set(re.findall(r" ([a-z][\w-]*)\(", entry)) - {
-        "parameter", "constant", "bitcast", "get-tuple-element", "custom-call"}
+        "parameter",
+        "constant",
+        "bitcast",
+        "get-tuple-element",
+        "custom-call",
+    }
     assert operations == set()
 
 

@@ -21,9 +21,7 @@ SCHEMES = {
     "static": W8A8(symmetric=False, activation_scale=0.03, activation_zero_point=-20),
     "fp8": W8A8(jnp.float8_e4m3fn),
 }
-schemes = pytest.mark.parametrize(
-    "scheme", [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()]
-)
+schemes = pytest.mark.parametrize("scheme", [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()])
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -32,8 +30,10 @@ def normal(*shape, seed=0, dtype=np.float32):
 
 def both(f, *args):
     """f's results on the GPU and on the CPU."""
-    return [np.asarray(jax.jit(f)(*jax.device_put(args, jax.devices(platform)[0])), np.float64)
-            for platform in ("cuda", "cpu")]
+    return [
+        np.asarray(jax.jit(f)(*jax.device_put(args, jax.devices(platform)[0])), np.float64)
+        for platform in ("cuda", "cpu")
+    ]
 
 
 def assert_same(got, want, scheme, bound):
@@ -49,13 +49,16 @@ def quantized_on_cpu(*shape, contracted, qtype):
 
 
 @schemes
-@pytest.mark.parametrize("equation, x_shape, w_shape, contracted", [
-    ("btk,kn->btn", (2, 37, 256), (256, 96), (0,)),
-    ("btk,khd->bthd", (2, 5, 77), (77, 3, 5), (0,)),
-    ("bthd,hdf->btf", (2, 5, 4, 32), (4, 32, 48), (0, 1)),
-    ("ebk,ekn->ebn", (3, 9, 128), (3, 128, 64), (1,)),
-    ("kn,bk->nb", (7, 64), (64, 32), (0,)),
-])
+@pytest.mark.parametrize(
+    "equation, x_shape, w_shape, contracted",
+    [
+        ("btk,kn->btn", (2, 37, 256), (256, 96), (0,)),
+        ("btk,khd->bthd", (2, 5, 77), (77, 3, 5), (0,)),
+        ("bthd,hdf->btf", (2, 5, 4, 32), (4, 32, 48), (0, 1)),
+        ("ebk,ekn->ebn", (3, 9, 128), (3, 128, 64), (1,)),
+        ("kn,bk->nb", (7, 64), (64, 32), (0,)),
+    ],
+)
 def test_is_the_reference(scheme, equation, x_shape, w_shape, contracted):
     x = normal(*x_shape, dtype=jnp.bfloat16)
     w = quantized_on_cpu(*w_shape, contracted=contracted, qtype=scheme.dtype)

@@ -28,9 +28,7 @@ def stored(w, contracted, qtype=jnp.int8):
 # Differentiation
 
 
-@pytest.mark.parametrize(
-    "name, weight", [("int8", "lhs"), ("int8", "rhs"), ("asymmetric", "rhs"), ("fp8", "rhs")]
-)
+@pytest.mark.parametrize("name, weight", [("int8", "lhs"), ("int8", "rhs"), ("asymmetric", "rhs"), ("fp8", "rhs")])
 def test_the_derivative_is_that_of_the_dequantized_product(name, weight):
     scheme = SCHEMES[name]
     x, w = normal(2, 5, 16), stored(normal(16, 4, 3, seed=1), (0,), qtype=scheme.dtype)
@@ -48,13 +46,11 @@ def test_the_derivative_is_that_of_the_dequantized_product(name, weight):
     if weight == "rhs":
         ours = lambda x, bias: jnp.vdot(jax_qmm.dot_general(x, w, dims, scheme=scheme, bias=bias), ct)
         grads = jax.jit(jax.grad(jax.checkpoint(ours), (0, 1)))(x, bias)
-        theirs = jax.grad(
-            lambda x, bias: jnp.vdot(jax.lax.dot_general(x, w.dequantize(), dims) + bias, ct), (0, 1)
-        )(x, bias)
+        theirs = jax.grad(lambda x, bias: jnp.vdot(jax.lax.dot_general(x, w.dequantize(), dims) + bias, ct), (0, 1))(
+            x, bias
+        )
         for got, want in zip(grads, theirs):
-            np.testing.assert_allclose(
-                got, want, rtol=1e-5, atol=1e-5
-            )  # compiled as one, XLA sums in another order
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # compiled as one, XLA sums in another order
 
 
 def test_weights_are_constants():
@@ -114,9 +110,9 @@ def test_exports_with_a_symbolic_dimension():
     w = stored(normal(16, 4, 2, seed=1), (0,))
     (m,) = jax.export.symbolic_shape("m")
     f = jax.jit(lambda x, w: jax_qmm.einsum("mk,khd->mhd", x, w, scheme=W8A8(symmetric=False)))
-    exported = jax.export.export(
-        f, platforms=["cpu", "cuda"], disabled_checks=jax_qmm.export_disabled_checks()
-    )(jax.ShapeDtypeStruct((m, 16), jnp.float32), w)
+    exported = jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=jax_qmm.export_disabled_checks())(
+        jax.ShapeDtypeStruct((m, 16), jnp.float32), w
+    )
     x = normal(5, 16)
     np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(x, w), f(x, w))
 
@@ -124,17 +120,18 @@ def test_exports_with_a_symbolic_dimension():
 # Sharding
 
 
+@pytest.mark.parametrize("kind, scheme", [(AxisType.Auto, W8A8(symmetric=False)), (AxisType.Explicit, W8A8())], ids=str)
 @pytest.mark.parametrize(
-    "kind, scheme", [(AxisType.Auto, W8A8(symmetric=False)), (AxisType.Explicit, W8A8())], ids=str
+    "equation, x_spec, w_spec, out_spec, expected",
+    [
+        ("btk,kn->btn", P("x"), P(), P("x"), []),
+        ("btk,kn->btn", P(), P(None, "y"), P(None, None, "y"), []),
+        ("btk,kn->btn", P("x"), P(None, "y"), P("x", None, "y"), []),
+        ("btk,khd->bthd", P("x"), P(None, "y"), P("x", None, "y"), []),
+        ("bthd,hdf->btf", P("x", None, "y"), P("y"), P("x"), ["all-reduce"] * 2),
+        ("btk,kn->btn", P("x", None, "y"), P("y"), P("x"), ["all-reduce"] * 2),
+    ],
 )
-@pytest.mark.parametrize("equation, x_spec, w_spec, out_spec, expected", [
-    ("btk,kn->btn", P("x"), P(), P("x"), []),
-    ("btk,kn->btn", P(), P(None, "y"), P(None, None, "y"), []),
-    ("btk,kn->btn", P("x"), P(None, "y"), P("x", None, "y"), []),
-    ("btk,khd->bthd", P("x"), P(None, "y"), P("x", None, "y"), []),
-    ("bthd,hdf->btf", P("x", None, "y"), P("y"), P("x"), ["all-reduce"] * 2),
-    ("btk,kn->btn", P("x", None, "y"), P("y"), P("x"), ["all-reduce"] * 2),
-])
 def test_sharded_products_gather_nothing(kind, scheme, equation, x_spec, w_spec, out_spec, expected):
     shapes = {"b": 8, "t": 3, "k": 16, "n": 8, "h": 4, "d": 4, "f": 8}
     lhs, rhs = equation.split("->")[0].split(",")
@@ -146,15 +143,16 @@ def test_sharded_products_gather_nothing(kind, scheme, equation, x_spec, w_spec,
 
     def place(leaf):  # the leaves of w are stored in another order than w's
         spec = [dict(enumerate(w_spec)).get(axis) for axis in np.argsort(w.storage_axes())]
-        return jax.device_put(
-            leaf, NamedSharding(mesh, P(*(s if n > 1 else None for s, n in zip(spec, leaf.shape))))
-        )
+        return jax.device_put(leaf, NamedSharding(mesh, P(*(s if n > 1 else None for s, n in zip(spec, leaf.shape)))))
 
     explicit = kind is AxisType.Explicit
     with jax.set_mesh(mesh):
         args = jax.device_put(x, NamedSharding(mesh, x_spec)), jax.tree.map(place, w)
-        f = jax.jit(lambda x, w: jax_qmm.einsum(
-            equation, x, w, scheme=scheme, out_sharding=out_spec if explicit and expected else None))
+        f = jax.jit(
+            lambda x, w: jax_qmm.einsum(
+                equation, x, w, scheme=scheme, out_sharding=out_spec if explicit and expected else None
+            )
+        )
         compiled = f.lower(*args).compile()
         got = compiled(*args)
     found = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", compiled.as_text())
@@ -177,8 +175,7 @@ def test_the_derivative_of_a_sharded_product():
     x, w = normal(8, 16), stored(normal(16, 8, seed=1), (0,))
     grad = jax.grad(lambda x, w: (jax_qmm.matmul(x, w) ** 2).sum())
     with jax.set_mesh(mesh):
-        sharded = (jax.device_put(x, NamedSharding(mesh, P("x"))),
-                   jax.device_put(w, NamedSharding(mesh, P("y"))))
+        sharded = (jax.device_put(x, NamedSharding(mesh, P("x"))), jax.device_put(w, NamedSharding(mesh, P("y"))))
         np.testing.assert_allclose(jax.jit(grad)(*sharded), grad(x, w), rtol=1e-5, atol=1e-5)
         manual = jax.shard_map(grad, in_specs=(P("x"), P()), out_specs=P("x"))
         np.testing.assert_allclose(jax.jit(manual)(x, w), grad(x, w), rtol=1e-5, atol=1e-5)

@@ -44,9 +44,7 @@ def static_oracle(x, scale, zero_point, qtype):
 
 
 def assert_equal(q, want):
-    for name, got, leaf in zip(
-        ("qvalue", "scale", "zero_point"), (q.qvalue, q.scale, q.zero_point), want, strict=True
-    ):
+    for name, got, leaf in zip(("qvalue", "scale", "zero_point"), (q.qvalue, q.scale, q.zero_point), want, strict=True):
         assert (got is None) == (leaf is None), name
         if leaf is not None:
             assert (got.dtype, got.shape) == (leaf.dtype, leaf.shape), name
@@ -116,7 +114,7 @@ def test_tiles_are_blocks_with_a_scale_each(count, tile_size, axis, kind, static
     zero_point = 0 if symmetric else np.repeat(parameters[1], tile_size, axis)
     error = np.abs((np.asarray(q.qvalue, np.float32) - zero_point) * step - x)
     # int8: half a step, and half a step more for a rounded zero point; float8: half an ulp of 3 bits
-    bound = step * (0.5 if symmetric else 1) if qtype == INT8 else np.abs(x) / 16 + step * 2.0 ** -10
+    bound = step * (0.5 if symmetric else 1) if qtype == INT8 else np.abs(x) / 16 + step * 2.0**-10
     assert (error <= bound * 1.0001).all()
 
 
@@ -134,13 +132,9 @@ def test_the_corners():
     np.testing.assert_array_equal(dequantized[:3], np.float32([[0, 0], [3, 3], [-3, -3]]))
     assert np.isnan(dequantized[3:5]).all()
 
-    q = jax_qmm.quantize(
-        np.float32([[0, 0], [255, 255], [-255, -255], [-1, 254], [np.nan, 1]]), symmetric=False
-    )
+    q = jax_qmm.quantize(np.float32([[0, 0], [255, 255], [-255, -255], [-1, 254], [np.nan, 1]]), symmetric=False)
     assert q.qvalue[:4].tolist() == [[-128, -128], [127, 127], [-128, -128], [-128, 127]]
-    np.testing.assert_array_equal(
-        q.dequantize()[:4], np.float32([[0, 0], [255, 255], [-255, -255], [-1, 254]])
-    )
+    np.testing.assert_array_equal(q.dequantize()[:4], np.float32([[0, 0], [255, 255], [-255, -255], [-1, 254]]))
     assert np.isnan(q.dequantize()[4]).all() and q.zero_point[4] == 0
 
     q = jax_qmm.quantize(np.float32([-200, 0.5, 1.5, np.inf]), scale=1.0)
@@ -182,24 +176,30 @@ def test_vmap():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec, options, all_reduces", [
-    (P("x", "y", None), {}, 0),
-    (P("x", None, "y"), {}, 1),
-    (P("x", None, "y"), {"symmetric": False}, 1),
-    (P(None, None, ("x", "y")), {"qtype": E4M3}, 1),
-    (P("x", "y", None), {"axis": None, "symmetric": False}, 1),
-    (P("x", "y", None), {"axis": 0}, 1),
-    (P("x", None, "y"), {"axis": 1}, 0),
-    (P("x", None, "y"), {"scale": 0.02}, 0),
-])
+@pytest.mark.parametrize(
+    "spec, options, all_reduces",
+    [
+        (P("x", "y", None), {}, 0),
+        (P("x", None, "y"), {}, 1),
+        (P("x", None, "y"), {"symmetric": False}, 1),
+        (P(None, None, ("x", "y")), {"qtype": E4M3}, 1),
+        (P("x", "y", None), {"axis": None, "symmetric": False}, 1),
+        (P("x", "y", None), {"axis": 0}, 1),
+        (P("x", None, "y"), {"axis": 1}, 0),
+        (P("x", None, "y"), {"scale": 0.02}, 0),
+    ],
+)
 def test_sharded_quantizers_exchange_extrema_at_most(kind, spec, options, all_reduces):
     x = np.random.default_rng(0).normal(size=(8, 4, 16)).astype(np.float32)
     x[0, 0, 3] = np.nan
     want = jax_qmm.quantize(x, **options)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh):
-        compiled = jax.jit(lambda x: jax_qmm.quantize(x, **options)).lower(
-            jax.device_put(x, NamedSharding(mesh, spec))).compile()
+        compiled = (
+            jax.jit(lambda x: jax_qmm.quantize(x, **options))
+            .lower(jax.device_put(x, NamedSharding(mesh, spec)))
+            .compile()
+        )
         got = compiled(jax.device_put(x, NamedSharding(mesh, spec)))
     found = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", compiled.as_text())
     assert found == ["all-reduce"] * all_reduces
@@ -227,10 +227,16 @@ def test_shard_map(manual):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         for options in ({"symmetric": False}, {"scale": 0.1}):
-            f = jax.shard_map(functools.partial(jax_qmm.quantize, **options), in_specs=P("x"),
-                              out_specs=P("x"), axis_names=manual)
-            assert_equal(jax.jit(f)(x), [leaf if leaf is None else np.asarray(leaf) for leaf in (
-                lambda q: (q.qvalue, q.scale, q.zero_point))(jax_qmm.quantize(x, **options))])
+            f = jax.shard_map(
+                functools.partial(jax_qmm.quantize, **options), in_specs=P("x"), out_specs=P("x"), axis_names=manual
+            )
+            assert_equal(
+                jax.jit(f)(x),
+                [
+                    leaf if leaf is None else np.asarray(leaf)
+                    for leaf in (lambda q: (q.qvalue, q.scale, q.zero_point))(jax_qmm.quantize(x, **options))
+                ],
+            )
 
 
 def test_shard_map_with_a_scale_for_each_device():
@@ -248,14 +254,18 @@ def test_cuda_lowering_calls_the_kernel_on_rows():
     x = jax.ShapeDtypeStruct((2, 3, 4), jnp.bfloat16)
     text = lowered_for_cuda(jax_qmm.quantize, x)
     assert "@jax_qmm_quantize_dynamic" in text and re.search(
-        r"\(tensor<6x4xbf16>\) -> \(tensor<6x4xi8>, tensor<6x1xf32>, tensor<2xui32>\)", text)
+        r"\(tensor<6x4xbf16>\) -> \(tensor<6x4xi8>, tensor<6x1xf32>, tensor<2xui32>\)", text
+    )
     text = lowered_for_cuda(functools.partial(jax_qmm.quantize, axis=None, symmetric=False), x)
-    assert re.search(r"\(tensor<6x4xbf16>\) -> \(tensor<6x4xi8>, tensor<1x1xf32>, tensor<2xui32>, tensor<1x1xi32>", text)
+    assert re.search(
+        r"\(tensor<6x4xbf16>\) -> \(tensor<6x4xi8>, tensor<1x1xf32>, tensor<2xui32>, tensor<1x1xi32>", text
+    )
     text = lowered_for_cuda(functools.partial(jax_qmm.quantize, tile_size=2, qtype=E4M3), x)
     assert re.search(r"\(tensor<12x2xbf16>\) -> \(tensor<12x2xf8E4M3FN>, tensor<12x1xf32>", text)
     text = lowered_for_cuda(functools.partial(jax_qmm.quantize, scale=0.1, axis=None), x)
     assert "@jax_qmm_quantize_static" in text and re.search(
-        r"\(tensor<6x4xbf16>, tensor<1x1xf32>\) -> tensor<6x4xi8>", text)
+        r"\(tensor<6x4xbf16>, tensor<1x1xf32>\) -> tensor<6x4xi8>", text
+    )
     per_token = np.ones((3, 1), np.float32)
     text = lowered_for_cuda(
         functools.partial(jax_qmm.quantize, scale=per_token, zero_point=per_token.astype(np.int32)), x
@@ -278,9 +288,9 @@ def test_scales_that_are_not_per_row_say_that_they_have_no_kernel(monkeypatch):
 def test_exports_with_a_symbolic_dimension(axis):
     (m,) = jax.export.symbolic_shape("m")
     f = jax.jit(functools.partial(jax_qmm.quantize, axis=axis, symmetric=False))
-    exported = jax.export.export(
-        f, platforms=["cpu", "cuda"], disabled_checks=jax_qmm.export_disabled_checks()
-    )(jax.ShapeDtypeStruct((m, 16), jnp.float32))
+    exported = jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=jax_qmm.export_disabled_checks())(
+        jax.ShapeDtypeStruct((m, 16), jnp.float32)
+    )
     assert "jax_qmm_quantize_dynamic" in exported.mlir_module()
     x = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
     assert_equal(jax.export.deserialize(exported.serialize()).call(x), oracle(x, INT8, axis, False))
@@ -289,32 +299,35 @@ def test_exports_with_a_symbolic_dimension(axis):
 X = np.ones((4, 6), np.float32)
 
 
-@pytest.mark.parametrize("x, options, error, message", [
-    (np.ones((4, 6), np.int32), {}, TypeError, "x has dtype int32, needs float32, bfloat16, float16"),
-    (np.float32(1), {}, ValueError, "x has rank 0"),
-    (X, {"qtype": jnp.int4}, TypeError, "qtype is .*, needs int8 or float8_e4m3fn"),
-    (X, {"axis": 2}, ValueError, "axis is 2, needs at least one axis, each from -2 to 1"),
-    (X, {"axis": ()}, ValueError, r"axis is \(\), needs at least one axis"),
-    (X, {"axis": (1, -1)}, ValueError, r"axis is \(1, -1\), which names an axis twice"),
-    (X, {"axis": "k"}, TypeError, "axis is 'k', needs an int"),
-    (X, {"tile_size": 4}, ValueError, "tile_size is 4, needs a divisor of 6, the size of axis 1"),
-    (X, {"tile_size": 0}, ValueError, "tile_size is 0"),
-    (X, {"tile_size": 2, "axis": None}, ValueError, "tile_size needs a single axis"),
-    (X, {"qtype": E4M3, "symmetric": False}, ValueError,
-     "symmetric=False was given with qtype float8_e4m3fn"),
-    (X, {"qtype": E4M3, "scale": 1.0, "zero_point": 1}, ValueError,
-     "zero_point was given with qtype float8_e4m3fn"),
-    (X, {"zero_point": 3}, ValueError, "zero_point was given without scale"),
-    (X, {"scale": 1.0, "symmetric": False}, ValueError,
-     "symmetric=False and scale were given without zero_point"),
-    (X, {"scale": np.ones(4, np.float32)}, ValueError,
-     r"scale has shape \(4,\), needs \(\) or .* to \(4, 1\)"),
-    (X, {"scale": np.ones((1, 4, 1), np.float32)}, ValueError, r"scale has shape \(1, 4, 1\)"),
-    (X, {"scale": np.ones((4, 1), np.int32)}, TypeError, "scale has dtype int32"),
-    (X, {"scale": 1.0, "zero_point": 0.5}, TypeError,
-     "zero_point has dtype float32, needs an integer dtype"),
-    (X, {"scale": 1.0, "zero_point": np.ones(3, np.int32)}, ValueError, r"zero_point has shape \(3,\)"),
-])
+@pytest.mark.parametrize(
+    "x, options, error, message",
+    [
+        (np.ones((4, 6), np.int32), {}, TypeError, "x has dtype int32, needs float32, bfloat16, float16"),
+        (np.float32(1), {}, ValueError, "x has rank 0"),
+        (X, {"qtype": jnp.int4}, TypeError, "qtype is .*, needs int8 or float8_e4m3fn"),
+        (X, {"axis": 2}, ValueError, "axis is 2, needs at least one axis, each from -2 to 1"),
+        (X, {"axis": ()}, ValueError, r"axis is \(\), needs at least one axis"),
+        (X, {"axis": (1, -1)}, ValueError, r"axis is \(1, -1\), which names an axis twice"),
+        (X, {"axis": "k"}, TypeError, "axis is 'k', needs an int"),
+        (X, {"tile_size": 4}, ValueError, "tile_size is 4, needs a divisor of 6, the size of axis 1"),
+        (X, {"tile_size": 0}, ValueError, "tile_size is 0"),
+        (X, {"tile_size": 2, "axis": None}, ValueError, "tile_size needs a single axis"),
+        (X, {"qtype": E4M3, "symmetric": False}, ValueError, "symmetric=False was given with qtype float8_e4m3fn"),
+        (
+            X,
+            {"qtype": E4M3, "scale": 1.0, "zero_point": 1},
+            ValueError,
+            "zero_point was given with qtype float8_e4m3fn",
+        ),
+        (X, {"zero_point": 3}, ValueError, "zero_point was given without scale"),
+        (X, {"scale": 1.0, "symmetric": False}, ValueError, "symmetric=False and scale were given without zero_point"),
+        (X, {"scale": np.ones(4, np.float32)}, ValueError, r"scale has shape \(4,\), needs \(\) or .* to \(4, 1\)"),
+        (X, {"scale": np.ones((1, 4, 1), np.float32)}, ValueError, r"scale has shape \(1, 4, 1\)"),
+        (X, {"scale": np.ones((4, 1), np.int32)}, TypeError, "scale has dtype int32"),
+        (X, {"scale": 1.0, "zero_point": 0.5}, TypeError, "zero_point has dtype float32, needs an integer dtype"),
+        (X, {"scale": 1.0, "zero_point": np.ones(3, np.int32)}, ValueError, r"zero_point has shape \(3,\)"),
+    ],
+)
 def test_bad_input_is_refused(x, options, error, message):
     with pytest.raises(error, match=message):
         jax_qmm.quantize(x, **options)

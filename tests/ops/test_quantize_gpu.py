@@ -17,11 +17,44 @@ DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 TINY = np.finfo(np.float32).tiny
 # Around the lengths at which the kernels change: vectors and single elements, threads per row, elements per
 # thread, rows in pieces, tensors over many blocks.
-LENGTHS = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 100, 127, 248, 255, 256, 264, 512, 1000, 1024, 1032, 4095,
-           4096, 4097, 8191, 8192, 8200, 16384, 16392, 28672, 65536, 65537, 65544, 131072 + 3)
-SCALES = (0.0078125, 0.013, -0.5, 0.0, -0.0, 1e-42, TINY, 2.0**-80, 2.0**-81, 2.0**80, 3e38, np.inf, -np.inf,
-          np.nan)
-ZERO_POINTS = (-128, 127, 0, 1, -1, 1000, 2**24 + 1, 2**31 - 1, -2**31, 5, -5, 3, 2, 9)
+LENGTHS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    15,
+    16,
+    17,
+    31,
+    33,
+    100,
+    127,
+    248,
+    255,
+    256,
+    264,
+    512,
+    1000,
+    1024,
+    1032,
+    4095,
+    4096,
+    4097,
+    8191,
+    8192,
+    8200,
+    16384,
+    16392,
+    28672,
+    65536,
+    65537,
+    65544,
+    131072 + 3,
+)
+SCALES = (0.0078125, 0.013, -0.5, 0.0, -0.0, 1e-42, TINY, 2.0**-80, 2.0**-81, 2.0**80, 3e38, np.inf, -np.inf, np.nan)
+ZERO_POINTS = (-128, 127, 0, 1, -1, 1000, 2**24 + 1, 2**31 - 1, -(2**31), 5, -5, 3, 2, 9)
 
 
 def dynamic_oracle(x, qtype, symmetric, axis):
@@ -59,8 +92,10 @@ def assert_same(actual, expected, what):
     if actual.dtype.kind not in "iu":
         wrong &= ~(np.isnan(actual.astype(np.float32)) & np.isnan(expected.astype(np.float32)))
     where = np.argwhere(wrong)
-    assert not len(where), f"{what}: {len(where)} of {wrong.size} differ, first at {where[0]}: " \
-                           f"{actual[tuple(where[0])]} for {expected[tuple(where[0])]}"
+    assert not len(where), (
+        f"{what}: {len(where)} of {wrong.size} differ, first at {where[0]}: "
+        f"{actual[tuple(where[0])]} for {expected[tuple(where[0])]}"
+    )
 
 
 def check(xs, scales=(), prepare=lambda xs: xs):
@@ -71,6 +106,7 @@ def check(xs, scales=(), prepare=lambda xs: xs):
       scales: for each x a list of pairs (scale, zero_point), of shapes () or (R, 1), for static quantizers.
       prepare: makes what is quantized out of xs, inside the program.
     """
+
     def quantized(xs):
         out = []
         xs = prepare(xs)
@@ -108,9 +144,13 @@ def random(rng, dtype, *shape):
 def test_every_row_length(dtype, cols):
     rng = np.random.default_rng(cols)
     xs = [random(rng, dtype, rows, cols) for rows in ((0, 1, 2, 3, 129) if cols < 5000 else (1, 2, 5))]
-    scales = [[(np.float32(0.031), np.int32(-7)),
-               (np.float32(rng.random((len(x), 1)) + 0.01), rng.integers(-128, 128, (len(x), 1), np.int32))]
-              for x in xs]
+    scales = [
+        [
+            (np.float32(0.031), np.int32(-7)),
+            (np.float32(rng.random((len(x), 1)) + 0.01), rng.integers(-128, 128, (len(x), 1), np.int32)),
+        ]
+        for x in xs
+    ]
     check(xs, scales)
 
 
@@ -127,7 +167,7 @@ def test_every_16_bit_value(dtype):
 def test_any_bits_of_float32():
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**32, (512, 1024), np.uint32)
-    bits[:256] = bits[:256] & 0x807fffff | rng.integers(1, 250, (256, 1), np.uint32) << 23  # of like size
+    bits[:256] = bits[:256] & 0x807FFFFF | rng.integers(1, 250, (256, 1), np.uint32) << 23  # of like size
     x = bits.view(np.float32)
     pairs = [(np.float32(scale), np.int32(zero_point)) for scale, zero_point in zip(SCALES, ZERO_POINTS)]
     per_row = (rng.choice(np.float32(SCALES), (512, 1)), rng.choice(np.int32(ZERO_POINTS), (512, 1)))
@@ -142,18 +182,38 @@ def test_special_rows(dtype, cols):
     largest, smallest = float(ml_dtypes.finfo(dtype).max), float(ml_dtypes.finfo(dtype).smallest_subnormal)
     at = lambda i, value: np.where(np.arange(cols) == i % cols, np.float32(value), row)
     halves = np.float32(np.arange(cols) % 256 - 127.5)  # ties once the row's scale is 1
-    x = np.stack([
-        0 * row, -np.abs(0 * row), 0 * row + 3, 0 * row - 3, np.abs(row), -np.abs(row) - 1, np.abs(row) + 100,
-        at(0, np.nan), at(-1, np.nan), at(5, -np.nan), at(-2, np.inf), at(3, -np.inf), at(9, np.nan) * np.inf,
-        at(1, largest), at(1, -largest), np.where(row > 0, largest, -largest), np.sign(row) * smallest,
-        np.floor(row) * smallest, at(2, smallest) * 0, at(11, 1e-30), row * np.float32(1e-30),
-        np.where(np.arange(cols) == 7, 127, halves), np.where(np.arange(cols) == 7, 448, halves),
-        np.where(np.arange(cols) == 7, 255, np.abs(halves)),
-        np.where(np.arange(cols) == 7, -255, -np.abs(halves)),
-    ])
+    x = np.stack(
+        [
+            0 * row,
+            -np.abs(0 * row),
+            0 * row + 3,
+            0 * row - 3,
+            np.abs(row),
+            -np.abs(row) - 1,
+            np.abs(row) + 100,
+            at(0, np.nan),
+            at(-1, np.nan),
+            at(5, -np.nan),
+            at(-2, np.inf),
+            at(3, -np.inf),
+            at(9, np.nan) * np.inf,
+            at(1, largest),
+            at(1, -largest),
+            np.where(row > 0, largest, -largest),
+            np.sign(row) * smallest,
+            np.floor(row) * smallest,
+            at(2, smallest) * 0,
+            at(11, 1e-30),
+            row * np.float32(1e-30),
+            np.where(np.arange(cols) == 7, 127, halves),
+            np.where(np.arange(cols) == 7, 448, halves),
+            np.where(np.arange(cols) == 7, 255, np.abs(halves)),
+            np.where(np.arange(cols) == 7, -255, -np.abs(halves)),
+        ]
+    )
     with np.errstate(over="ignore"):
         x = x.astype(dtype)
-    check([x, *(x[i:i + 1] for i in range(len(x)))])
+    check([x, *(x[i : i + 1] for i in range(len(x)))])
 
 
 def test_slices_inside_a_program():
@@ -173,9 +233,13 @@ def test_inside_scan():
         def step(carry, x):
             # Each step's input depends on the last one's output.
             x = x + carry
-            outs = [jax_qmm.quantize(x, qtype, axis=axis, symmetric=symmetric)
-                    for qtype, symmetric in KINDS for axis in (-1, None)]
+            outs = [
+                jax_qmm.quantize(x, qtype, axis=axis, symmetric=symmetric)
+                for qtype, symmetric in KINDS
+                for axis in (-1, None)
+            ]
             return outs[0].qvalue.astype(x.dtype), (x, [(q.qvalue, q.scale) for q in outs])
+
         return jax.lax.scan(step, jnp.zeros_like(xs[0]), xs)[1]
 
     inputs, outs = jax.device_get(scanned(jnp.asarray(xs)))

@@ -42,11 +42,7 @@ def problems(draw):
 
 
 def per_row(x, a):
-    return (
-        x.reshape(())
-        if x.shape in ((), (1,) * a.ndim) and x.shape != a.shape[:-1]
-        else x.reshape(a.shape[:-1])
-    )
+    return x.reshape(()) if x.shape in ((), (1,) * a.ndim) and x.shape != a.shape[:-1] else x.reshape(a.shape[:-1])
 
 
 @hypothesis.settings(max_examples=40)
@@ -118,20 +114,14 @@ def test_empty_dimensions(ab):
     assert jax_qmm.scaled_mm(np.zeros((0, 3, 32), np.int8), b, 1.0, 1.0).shape == (0, 3, 6)
     got = jax_qmm.scaled_mm(a[:, :0], b[:, :0], 1.0, 1.0, bias, out_dtype=jnp.float32)
     assert_same(got, np.broadcast_to(bias, (8, 6)))
-    assert_same(
-        jax_qmm.scaled_mm(a[:, :0], b[:, :0], 1.0, 1.0, out_dtype=jnp.int32), np.zeros((8, 6), np.int32)
-    )
+    assert_same(jax_qmm.scaled_mm(a[:, :0], b[:, :0], 1.0, 1.0, out_dtype=jnp.int32), np.zeros((8, 6), np.int32))
 
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, 0.0, -2.0])
 def test_odd_scales_are_computed_as_they_stand(ab, scale, oracle):
     a, b = ab
-    assert_same(
-        jax_qmm.scaled_mm(a, b, scale, 0.5), oracle.scaled_mm(a, b, np.float32(scale), 0.5, out_dtype=BF16)
-    )
-    assert_same(
-        jax_qmm.scaled_mm(a, b, 0.5, scale), oracle.scaled_mm(a, b, np.float32(0.5), scale, out_dtype=BF16)
-    )
+    assert_same(jax_qmm.scaled_mm(a, b, scale, 0.5), oracle.scaled_mm(a, b, np.float32(scale), 0.5, out_dtype=BF16))
+    assert_same(jax_qmm.scaled_mm(a, b, 0.5, scale), oracle.scaled_mm(a, b, np.float32(0.5), scale, out_dtype=BF16))
 
 
 def test_float16_overflows_to_infinity(ab, oracle):
@@ -143,9 +133,7 @@ def test_float16_overflows_to_infinity(ab, oracle):
 
 
 def test_a_negative_zero_survives_without_a_bias():
-    got = jax_qmm.scaled_mm(
-        np.zeros((1, 1), np.int8), np.zeros((1, 1), np.int8), -1.0, 1.0, out_dtype=jnp.float32
-    )
+    got = jax_qmm.scaled_mm(np.zeros((1, 1), np.int8), np.zeros((1, 1), np.int8), -1.0, 1.0, out_dtype=jnp.float32)
     assert np.signbit(np.asarray(got)).all()
 
 
@@ -189,40 +177,33 @@ BAD = {  # changes to a good call: the error and what it must say
     "a list": (dict(a=[[1]]), TypeError, "a is a list; it needs an array of int8 or float8_e4m3fn"),
     "b None": (dict(b=None), TypeError, "b is a NoneType"),
     "dtypes mixed": (dict(b=np.zeros((6, 32), E4M3)), TypeError, "a has dtype int8 and b float8_e4m3fn"),
-    "dtype": (dict(a=np.zeros((8, 32), np.uint8)), TypeError,
-              "a has dtype uint8; it needs .* int8 or float8_e4m3fn"),
+    "dtype": (dict(a=np.zeros((8, 32), np.uint8)), TypeError, "a has dtype uint8; it needs .* int8 or float8_e4m3fn"),
     "e5m2": (dict(a=np.zeros((8, 32), ml_dtypes.float8_e5m2)), TypeError, "a has dtype float8_e5m2"),
     "K": (dict(b=np.zeros((6, 31), np.int8)), ValueError, r"a has shape \(8, 32\) and b \(6, 31\).* K"),
     "a rank 1": (dict(a=np.zeros(32, np.int8)), ValueError, r"a has shape \(32,\); .*\(\.\.\., M, K\)"),
     "a rank 0": (dict(a=np.int8(1)), ValueError, r"a has shape \(\)"),
     "b rank 1": (dict(b=np.zeros(32, np.int8)), ValueError, r"b has shape \(32,\); .*\(N, K\)"),
     "b rank 3": (dict(b=np.zeros((1, 6, 32), np.int8)), ValueError, r"b has shape \(1, 6, 32\); .*\(N, K\)"),
-    "scale_a": (dict(scale_a=np.ones(6, np.float32)), ValueError,
-                r"scale_a has shape \(6,\).*\(8,\), \(8, 1\)"),
+    "scale_a": (dict(scale_a=np.ones(6, np.float32)), ValueError, r"scale_a has shape \(6,\).*\(8,\), \(8, 1\)"),
     "scale_a (1,)": (dict(scale_a=np.ones(1, np.float32)), ValueError, r"scale_a has shape \(1,\).*\(1, 1\)"),
-    "scale_a f64": (dict(scale_a=np.ones(8)), TypeError,
-                    "scale_a has dtype float64.*float32 or bfloat16 or float16"),
+    "scale_a f64": (dict(scale_a=np.ones(8)), TypeError, "scale_a has dtype float64.*float32 or bfloat16 or float16"),
     "scale_a str": (dict(scale_a="1"), TypeError, "scale_a is a str"),
     "scale_a bool": (dict(scale_a=True), TypeError, "scale_a is a bool"),
-    "scale_b": (dict(scale_b=np.ones((6, 1), np.float32)), ValueError,
-                r"scale_b has shape \(6, 1\).*\(6,\), \(1, 6\)"),
+    "scale_b": (dict(scale_b=np.ones((6, 1), np.float32)), ValueError, r"scale_b has shape \(6, 1\).*\(6,\), \(1, 6\)"),
     "scale_b int": (dict(scale_b=np.ones(6, np.int32)), TypeError, "scale_b has dtype int32"),
-    "bias shape": (dict(bias=np.ones((1, 6), np.float32)), ValueError,
-                   r"bias has shape \(1, 6\).* needs \(6,\)"),
-    "bias dtype": (dict(bias=np.ones(6, np.float16)), TypeError,
-                   "bias has dtype float16.*float32 or bfloat16"),
+    "bias shape": (dict(bias=np.ones((1, 6), np.float32)), ValueError, r"bias has shape \(1, 6\).* needs \(6,\)"),
+    "bias dtype": (dict(bias=np.ones(6, np.float16)), TypeError, "bias has dtype float16.*float32 or bfloat16"),
     "out_dtype": (dict(out_dtype=np.float64), TypeError, "out_dtype is float64; .*bfloat16"),
     "out_dtype text": (dict(out_dtype="big"), TypeError, "out_dtype is 'big'"),
-    "sums, float8": (dict(a=np.zeros((8, 32), E4M3), b=np.zeros((6, 32), E4M3), out_dtype=jnp.int32),
-                     ValueError, "int32 .*a has dtype float8_e4m3fn"),
-    "sums, scale": (dict(scale_b=2.0, out_dtype=jnp.int32), ValueError,
-                    r"scale_b needs to be the constant 1\.0"),
-    "sums, array": (dict(scale_a=jnp.ones(()), out_dtype=jnp.int32), ValueError,
-                    "scale_a needs to be the constant"),
-    "sums, bias": (dict(bias=np.ones(6, np.float32), out_dtype=jnp.int32), ValueError,
-                   "bias needs to be None"),
-    "precision": (dict(a=np.zeros((8, 32), E4M3), b=np.zeros((6, 32), E4M3), precision="most"), ValueError,
-                  "most"),
+    "sums, float8": (
+        dict(a=np.zeros((8, 32), E4M3), b=np.zeros((6, 32), E4M3), out_dtype=jnp.int32),
+        ValueError,
+        "int32 .*a has dtype float8_e4m3fn",
+    ),
+    "sums, scale": (dict(scale_b=2.0, out_dtype=jnp.int32), ValueError, r"scale_b needs to be the constant 1\.0"),
+    "sums, array": (dict(scale_a=jnp.ones(()), out_dtype=jnp.int32), ValueError, "scale_a needs to be the constant"),
+    "sums, bias": (dict(bias=np.ones(6, np.float32), out_dtype=jnp.int32), ValueError, "bias needs to be None"),
+    "precision": (dict(a=np.zeros((8, 32), E4M3), b=np.zeros((6, 32), E4M3), precision="most"), ValueError, "most"),
 }
 
 
@@ -236,10 +217,12 @@ def test_bad_arguments_are_named(ab, change, error, message):
 F8 = dict(a=np.zeros((8, 32), E4M3), b=np.zeros((6, 32), E4M3))
 BAD_AZP = {
     "float8": (F8, TypeError, "a has dtype float8_e4m3fn; it needs an array of int8"),
-    "adj shape": (dict(adj=np.ones((1, 6), np.int32)), ValueError,
-                  r"(azp_adj|azp_with_adj) has shape \(1, 6\).*\(6,\)"),
-    "adj dtype": (dict(adj=np.ones(6, np.int64)), TypeError,
-                  "(azp_adj|azp_with_adj) has dtype int64; .*int32"),
+    "adj shape": (
+        dict(adj=np.ones((1, 6), np.int32)),
+        ValueError,
+        r"(azp_adj|azp_with_adj) has shape \(1, 6\).*\(6,\)",
+    ),
+    "adj dtype": (dict(adj=np.ones(6, np.int64)), TypeError, "(azp_adj|azp_with_adj) has dtype int64; .*int32"),
     "adj number": (dict(adj=3), TypeError, "(azp_adj|azp_with_adj) is a int; .*int32"),
     "sums": (dict(out_dtype=jnp.int32), ValueError, "out_dtype is int32, which only scaled_mm has"),
 }
@@ -257,10 +240,13 @@ def test_bad_zero_points_are_named(ab, per_token, change, error, message):
             jax_qmm.scaled_mm_azp(**arguments, azp_with_adj=adj)
 
 
-@pytest.mark.parametrize("azp, error, message", [
-    (np.ones(6, np.int32), ValueError, r"azp has shape \(6,\).*\(8,\), \(8, 1\)"),
-    (np.ones(8, np.int8), TypeError, "azp has dtype int8; .*int32"),
-])
+@pytest.mark.parametrize(
+    "azp, error, message",
+    [
+        (np.ones(6, np.int32), ValueError, r"azp has shape \(6,\).*\(8,\), \(8, 1\)"),
+        (np.ones(8, np.int8), TypeError, "azp has dtype int8; .*int32"),
+    ],
+)
 def test_bad_azp_is_named(ab, azp, error, message):
     with pytest.raises(error, match=message):
         jax_qmm.scaled_mm_azp_per_token(*ab, 1.0, 1.0, np.ones(6, np.int32), azp)

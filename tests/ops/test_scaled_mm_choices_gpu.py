@@ -37,8 +37,9 @@ def test_every_choice_gives_the_same_int8_result(extension, oracle, shape, out_d
         extension.tune_scaled_mm(*key, choice)
         call = jax.jit(lambda *x: jax_qmm.scaled_mm_azp_per_token(*x, out_dtype=out_dtype))
         got = np.asarray(call(a, b, scale_a, scale_b, adj, azp, bias))
-        np.testing.assert_array_equal(got.view(f"u{got.itemsize}"), want.view(f"u{want.itemsize}"),
-                                      extension.describe_scaled_mm(choice))
+        np.testing.assert_array_equal(
+            got.view(f"u{got.itemsize}"), want.view(f"u{want.itemsize}"), extension.describe_scaled_mm(choice)
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

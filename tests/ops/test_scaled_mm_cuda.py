@@ -23,24 +23,24 @@ def mm(a, b, scale_a, scale_b, bias):
 
 def stablehlo(f, *args):
     """The text of f for platform cuda, locations left out."""
-    exported = export.export(
-        jax.jit(f), platforms=["cuda"], disabled_checks=jax_qmm.export_disabled_checks()
-    )(*args)
+    exported = export.export(jax.jit(f), platforms=["cuda"], disabled_checks=jax_qmm.export_disabled_checks())(*args)
     return exported.mlir_module()
 
 
 def int8_operands(m=M, lead=()):
-    return (spec((*lead, m, K), jnp.int8), spec((N, K), jnp.int8), spec((*lead, m, 1), jnp.float32),
-            spec((1, N), jnp.float32), spec((N,), jnp.bfloat16))
+    return (
+        spec((*lead, m, K), jnp.int8),
+        spec((N, K), jnp.int8),
+        spec((*lead, m, 1), jnp.float32),
+        spec((1, N), jnp.float32),
+        spec((N,), jnp.bfloat16),
+    )
 
 
 def calls(text):
     """(operand types, result type, attributes) of each custom call of the kernel."""
     found = re.findall(r"custom_call @jax_qmm_scaled_mm\(.*?\) (\{.*\}) : \((.*)\) -> (\S+)", text)
-    return [
-        (re.findall(r"tensor<(\S+?)>", operands), result, attributes)
-        for attributes, operands, result in found
-    ]
+    return [(re.findall(r"tensor<(\S+?)>", operands), result, attributes) for attributes, operands, result in found]
 
 
 def test_lowers_to_one_call_in_row_major_order_without_transposes():
@@ -86,23 +86,24 @@ def test_vectors_are_named_and_absent_ones_are_no_operands():
     assert vectors(jax_qmm.scaled_mm, a, b, scale_a, scale_b) == scales
     assert vectors(jax_qmm.scaled_mm_azp, a, b, scale_a, scale_b, adj) == scales | {"azp_adj": "1x2048xi32"}
     assert vectors(jax_qmm.scaled_mm_azp_per_token, a, b, scale_a, scale_b, adj, azp, bias) == scales | {
-        "azp_adj": "1x2048xi32", "azp": "1x512xi32", "bias": "1x2048xbf16"}
+        "azp_adj": "1x2048xi32",
+        "azp": "1x512xi32",
+        "bias": "1x2048xbf16",
+    }
     raw = functools.partial(jax_qmm.scaled_mm, scale_a=1.0, scale_b=1.0, out_dtype=jnp.int32)
     assert vectors(raw, a, b) == {}
 
 
-@pytest.mark.parametrize("in_axes, want", [
-    ((0, None, 0, None, None),
-     ["1x2048x1024xi8", "1x2048x1024xi8", "1x2048xf32", "1x2048xf32", "1x2048xbf16"]),
-    ((0, None, None, None, None),
-     ["1x2048x1024xi8", "1x2048x1024xi8", "1x2048xf32", "1x2048xf32", "1x2048xbf16"]),
-    ((0, 0, None, 0, None),
-     ["4x512x1024xi8", "4x2048x1024xi8", "1x512xf32", "4x2048xf32", "1x2048xbf16"]),
-    ((None, 0, 0, None, 0),
-     ["1x512x1024xi8", "4x2048x1024xi8", "4x512xf32", "1x2048xf32", "4x2048xbf16"]),
-    ((0, None, None, 0, None),
-     ["4x512x1024xi8", "1x2048x1024xi8", "1x512xf32", "4x2048xf32", "1x2048xbf16"]),
-])
+@pytest.mark.parametrize(
+    "in_axes, want",
+    [
+        ((0, None, 0, None, None), ["1x2048x1024xi8", "1x2048x1024xi8", "1x2048xf32", "1x2048xf32", "1x2048xbf16"]),
+        ((0, None, None, None, None), ["1x2048x1024xi8", "1x2048x1024xi8", "1x2048xf32", "1x2048xf32", "1x2048xbf16"]),
+        ((0, 0, None, 0, None), ["4x512x1024xi8", "4x2048x1024xi8", "1x512xf32", "4x2048xf32", "1x2048xbf16"]),
+        ((None, 0, 0, None, 0), ["1x512x1024xi8", "4x2048x1024xi8", "4x512xf32", "1x2048xf32", "4x2048xbf16"]),
+        ((0, None, None, 0, None), ["4x512x1024xi8", "1x2048x1024xi8", "1x512xf32", "4x2048xf32", "1x2048xbf16"]),
+    ],
+)
 def test_vmap_makes_one_call(in_axes, want):
     args = [spec((4, *x.shape), x.dtype) if axis == 0 else x for x, axis in zip(int8_operands(), in_axes)]
     text = stablehlo(jax.vmap(mm, in_axes), *args)

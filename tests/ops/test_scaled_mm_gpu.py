@@ -14,11 +14,7 @@ pytestmark = pytest.mark.gpu
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 RAGGED = (
     [(m, 64, 128) for m in range(1, 34)]
-    + [
-        (m, n, k)
-        for m in (1, 7, 33, 100, 129, 300)
-        for n, k in ((65, 33), (127, 515), (264, 1041), (1, 96), (8, 7))
-    ]
+    + [(m, n, k) for m in (1, 7, 33, 100, 129, 300) for n, k in ((65, 33), (127, 515), (264, 1041), (1, 96), (8, 7))]
     + [(129, 257, 1), (1, 1, 1), (64, 4096, 272), (300, 40, 4100)]
 )
 
@@ -30,8 +26,13 @@ def int8(rng, *shape):
 def operands(m, n, k, seed=0):
     """a, b, scale_a, scale_b and bias."""
     rng = np.random.default_rng([seed, m, n, k])
-    return (int8(rng, m, k), int8(rng, n, k), rng.random(m, np.float32) * 0.1,
-            rng.random(n, np.float32) * 0.1, 100 * rng.standard_normal(n, np.float32))
+    return (
+        int8(rng, m, k),
+        int8(rng, n, k),
+        rng.random(m, np.float32) * 0.1,
+        rng.random(n, np.float32) * 0.1,
+        100 * rng.standard_normal(n, np.float32),
+    )
 
 
 def assert_same(got, want):
@@ -58,9 +59,7 @@ def test_a_kernel_runs():
 @pytest.mark.parametrize("shape", RAGGED, ids=str)
 def test_int8_is_exact_for_every_shape(oracle, shape):
     a, b, scale_a, scale_b, bias = operands(*shape)
-    assert_same(
-        call()(a, b, scale_a, scale_b, bias), oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=BF16)
-    )
+    assert_same(call()(a, b, scale_a, scale_b, bias), oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=BF16))
     assert_same(raw_sums(a, b), oracle.sums(a, b))
 
 
@@ -90,9 +89,7 @@ def test_every_epilogue(oracle, shape, out_dtype, bias_dtype, zero_points, per_t
 def test_scale_dtypes(oracle, dtype_a, dtype_b):
     a, b, scale_a, scale_b, bias = operands(130, 72, 144)
     scale_a, scale_b = scale_a.astype(dtype_a), scale_b.astype(dtype_b)
-    assert_same(
-        call()(a, b, scale_a, scale_b, bias), oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=BF16)
-    )
+    assert_same(call()(a, b, scale_a, scale_b, bias), oracle.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=BF16))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0, -3.0, 1e-40, 3e38])
@@ -115,9 +112,7 @@ def test_sums_wrap_at_the_extremes(oracle, m):
     b = np.stack([np.full(131072, v, np.int8) for v in (-128, 127, 0, -1, 1, 5, 6, 7)])
     assert_same(raw_sums(a, b), oracle.sums(a, b))
     b[0, 0] = 127
-    assert_same(
-        call()(a, b, np.float32(1), np.float32(1)), oracle.scaled_mm(a, b, np.float32(1), 1, out_dtype=BF16)
-    )
+    assert_same(call()(a, b, np.float32(1), np.float32(1)), oracle.scaled_mm(a, b, np.float32(1), 1, out_dtype=BF16))
 
 
 def test_zero_points_wrap(oracle):
@@ -139,8 +134,7 @@ def test_vmap_over_any_mix(oracle, shape, mapped):
     """a, b, s and t: the scales, c: bias, z: azp."""
     m, n, k = shape
     a, b, scale_a, scale_b, bias = (np.stack(x) for x in zip(*(operands(*shape, seed) for seed in range(3))))
-    adj, azp = (b.astype(np.int32).sum(2),
-                np.random.default_rng(1).integers(-128, 128, (3, m)).astype(np.int32))
+    adj, azp = (b.astype(np.int32).sum(2), np.random.default_rng(1).integers(-128, 128, (3, m)).astype(np.int32))
     args = dict(a=a, b=b, s=scale_a, t=scale_b, j=adj, z=azp, c=bias)
     axes = [0 if name in mapped else None for name in args]
     args = [x if name in mapped else x[0] for name, x in args.items()]
@@ -166,9 +160,7 @@ def test_slices_of_larger_arrays(oracle, offset):
     f = lambda *args: jax_qmm.scaled_mm(*(x[offset:] for x in args))
     assert_same(
         jax.jit(f)(a, b, scale_a, scale_b, bias),
-        oracle.scaled_mm(
-            a[offset:], b[offset:], scale_a[offset:], scale_b[offset:], bias[offset:], out_dtype=BF16
-        ),
+        oracle.scaled_mm(a[offset:], b[offset:], scale_a[offset:], scale_b[offset:], bias[offset:], out_dtype=BF16),
     )
 
 
@@ -283,11 +275,14 @@ def test_float8_epilogues_on_exact_sums(oracle, m, out_dtype, precision, bias):
     rng = np.random.default_rng(0)
     # 0 and powers of two with sums below 2**10: exact even in 13 bits.
     a, b = (rng.choice([-1, 0, 0, 1, 2], s).astype(E4M3) for s in ((m, 200), (72, 200)))
-    args = (a, b, rng.random(m, np.float32), rng.random(72, np.float32),
-            *([rng.standard_normal(72, np.float32)] if bias else []))
-    assert_same(
-        call(precision=precision, out_dtype=out_dtype)(*args), oracle.scaled_mm(*args, out_dtype=out_dtype)
+    args = (
+        a,
+        b,
+        rng.random(m, np.float32),
+        rng.random(72, np.float32),
+        *([rng.standard_normal(72, np.float32)] if bias else []),
     )
+    assert_same(call(precision=precision, out_dtype=out_dtype)(*args), oracle.scaled_mm(*args, out_dtype=out_dtype))
 
 
 def test_float8_nan_and_saturation():
@@ -311,22 +306,30 @@ def test_results_repeat(dtype, shape):
         assert_same(f(a, b, np.float32(0.1), np.float32(0.1)), first)
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(a=((1, 8, 33), np.int8)), "b"),
-    (dict(b=((1, 8, 32), np.uint8)), "b"),
-    (dict(scale_a=((1, 5), np.float32)), "scale_a"),
-    (dict(scale_b=((2, 8), np.float32)), "scale_b"),
-    (dict(bias=((1, 8), np.int32)), "bias"),
-    (dict(azp=((1, 7), np.int32)), "azp"),
-    (dict(azp_adj=((1, 8), np.float32)), "azp_adj"),
-    (dict(scale=((1, 8), np.float32)), "names"),
-    (dict(names="scale_a scale_b bias"), "names"),
-    (dict(out=((1, 8, 8), np.int8)), "out"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(a=((1, 8, 33), np.int8)), "b"),
+        (dict(b=((1, 8, 32), np.uint8)), "b"),
+        (dict(scale_a=((1, 5), np.float32)), "scale_a"),
+        (dict(scale_b=((2, 8), np.float32)), "scale_b"),
+        (dict(bias=((1, 8), np.int32)), "bias"),
+        (dict(azp=((1, 7), np.int32)), "azp"),
+        (dict(azp_adj=((1, 8), np.float32)), "azp_adj"),
+        (dict(scale=((1, 8), np.float32)), "names"),
+        (dict(names="scale_a scale_b bias"), "names"),
+        (dict(out=((1, 8, 8), np.int8)), "out"),
+    ],
+)
 def test_the_handler_names_a_wrong_buffer(change, message):
     buffers = (
-        dict(a=((1, 8, 32), np.int8), b=((1, 8, 32), np.int8), scale_a=((1, 8), np.float32),
-             scale_b=((1, 8), np.float32), out=((1, 8, 8), np.float32))
+        dict(
+            a=((1, 8, 32), np.int8),
+            b=((1, 8, 32), np.int8),
+            scale_a=((1, 8), np.float32),
+            scale_b=((1, 8), np.float32),
+            out=((1, 8, 8), np.float32),
+        )
         | change
     )
     out_shape, out_dtype = buffers.pop("out")

@@ -14,9 +14,7 @@ M, N, K = 16, 24, 32
 
 
 def make_mesh(shape, names, kind):
-    return Mesh(
-        np.array(jax.devices("cpu")[: np.prod(shape)]).reshape(shape), names, axis_types=(kind,) * len(names)
-    )
+    return Mesh(np.array(jax.devices("cpu")[: np.prod(shape)]).reshape(shape), names, axis_types=(kind,) * len(names))
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +39,7 @@ def f32_azp(*args, **kwargs):
 
 def collectives(compiled):
     return sorted(
-        re.findall(
-            r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", compiled.as_text()
-        )
+        re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", compiled.as_text())
     )
 
 
@@ -57,19 +53,22 @@ def specs(m=None, n=None, k_a=None, k_b=None):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("sharding, want_spec, want", [
-    (specs(m="x"), P("x", None), []),
-    (specs(n="x"), P(None, "x"), []),
-    (specs(m="x", n="y"), P("x", "y"), []),
-    (specs(m=("x", "y")), P(("x", "y"), None), []),
-    (specs(k_a="y", k_b="y"), P(None, None), ["all-reduce"]),
-    (specs(m="x", k_a="y", k_b="y"), P("x", None), ["all-reduce"]),
-    (specs(n="x", k_a="y", k_b="y"), P(None, "x"), ["all-reduce"]),
-    (specs(k_a="y"), P(None, None), ["all-reduce"]),  # b is sliced
-    (specs(k_b="y"), P(None, None), ["all-reduce"]),  # a is sliced
-    (specs(m="x", k_b="x"), P("x", None), ["all-gather"]),  # of b: M keeps the axis
-    (specs(n="x", k_a="x"), P(None, "x"), ["all-gather"]),  # of a: N keeps the axis
-])
+@pytest.mark.parametrize(
+    "sharding, want_spec, want",
+    [
+        (specs(m="x"), P("x", None), []),
+        (specs(n="x"), P(None, "x"), []),
+        (specs(m="x", n="y"), P("x", "y"), []),
+        (specs(m=("x", "y")), P(("x", "y"), None), []),
+        (specs(k_a="y", k_b="y"), P(None, None), ["all-reduce"]),
+        (specs(m="x", k_a="y", k_b="y"), P("x", None), ["all-reduce"]),
+        (specs(n="x", k_a="y", k_b="y"), P(None, "x"), ["all-reduce"]),
+        (specs(k_a="y"), P(None, None), ["all-reduce"]),  # b is sliced
+        (specs(k_b="y"), P(None, None), ["all-reduce"]),  # a is sliced
+        (specs(m="x", k_b="x"), P("x", None), ["all-gather"]),  # of b: M keeps the axis
+        (specs(n="x", k_a="x"), P(None, "x"), ["all-gather"]),  # of a: N keeps the axis
+    ],
+)
 def test_partitions_without_needless_communication(operands, kind, sharding, want_spec, want):
     mesh = make_mesh((2, 4), ("x", "y"), kind)
     both_k = sharding[0][1] is not None and sharding[1][1] is not None
@@ -151,10 +150,13 @@ def test_out_sharding_over_the_axis_of_k(operands):
     np.testing.assert_array_equal(got, -f32_azp(*operands))
 
 
-@pytest.mark.parametrize("sharding, message", [
-    (specs(k_a="x", k_b="x"), "K is sharded in a .* pass out_sharding"),
-    (specs(m="x", n="x"), "sharded twice over one mesh axis"),
-])
+@pytest.mark.parametrize(
+    "sharding, message",
+    [
+        (specs(k_a="x", k_b="x"), "K is sharded in a .* pass out_sharding"),
+        (specs(m="x", n="x"), "sharded twice over one mesh axis"),
+    ],
+)
 def test_ambiguous_explicit_shardings_are_refused(operands, sharding, message):
     mesh = make_mesh((8,), ("x",), AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -174,11 +176,14 @@ def gradients(operands):
     return jax.jit(jax.grad(loss, (0, 1, 2)))(scale_a, scale_b, bias, a, b, adj, azp)
 
 
-@pytest.mark.parametrize("kind, sharding", [
-    (AxisType.Auto, specs(m="x", n="y")),
-    (AxisType.Auto, specs(m="x", k_a="y", k_b="y")),
-    (AxisType.Explicit, specs(m="x", n="y")),
-])
+@pytest.mark.parametrize(
+    "kind, sharding",
+    [
+        (AxisType.Auto, specs(m="x", n="y")),
+        (AxisType.Auto, specs(m="x", k_a="y", k_b="y")),
+        (AxisType.Explicit, specs(m="x", n="y")),
+    ],
+)
 def test_gradients_of_sharded_operands(operands, kind, sharding):
     mesh = make_mesh((2, 4), ("x", "y"), kind)
     with jax.set_mesh(mesh):
@@ -217,9 +222,7 @@ def test_shard_map_over_k_with_the_users_sum(operands, manual):
         return jax.lax.psum(jax_qmm.scaled_mm(a, b, 1.0, 1.0, out_dtype=jnp.int32), "x")
 
     with jax.set_mesh(mesh):
-        f = jax.jit(
-            jax.shard_map(mapped, in_specs=(P(None, "x"), P(None, "x")), out_specs=P(), axis_names=manual)
-        )
+        f = jax.jit(jax.shard_map(mapped, in_specs=(P(None, "x"), P(None, "x")), out_specs=P(), axis_names=manual))
         got = f(*operands[:2])
     np.testing.assert_array_equal(got, operands[0].astype(np.int32) @ operands[1].T.astype(np.int32))
 

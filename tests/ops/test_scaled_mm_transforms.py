@@ -31,9 +31,15 @@ def operands():
     """a, b, scale_a, scale_b, azp_adj, azp, bias, each with a batch of 3 in front."""
     rng = np.random.default_rng(0)
     b = rng.integers(-128, 128, (3, N, K), dtype=np.int8)
-    return (rng.integers(-128, 128, (3, M, K), dtype=np.int8), b, rng.random((3, M), np.float32),
-            rng.random((3, N), np.float32), b.sum(2, dtype=np.int32),
-            rng.integers(-128, 128, (3, M), dtype=np.int32), rng.normal(size=(3, N)).astype(np.float32))
+    return (
+        rng.integers(-128, 128, (3, M, K), dtype=np.int8),
+        b,
+        rng.random((3, M), np.float32),
+        rng.random((3, N), np.float32),
+        b.sum(2, dtype=np.int32),
+        rng.integers(-128, 128, (3, M), dtype=np.int32),
+        rng.normal(size=(3, N)).astype(np.float32),
+    )
 
 
 def pick(operands, mapped):
@@ -47,18 +53,18 @@ def looped(f, args, mapped):
 MIXES = [mix for mix in itertools.product([False, True], repeat=7) if any(mix)]
 
 
-@pytest.mark.parametrize("mapped",
-                         MIXES[::9] + MIXES[-1:] + [tuple(i == j for j in range(7)) for i in range(7)],
-                         ids=lambda m: "".join("-x"[x] for x in m))
+@pytest.mark.parametrize(
+    "mapped",
+    MIXES[::9] + MIXES[-1:] + [tuple(i == j for j in range(7)) for i in range(7)],
+    ids=lambda m: "".join("-x"[x] for x in m),
+)
 def test_vmap_over_any_mix_of_operands(operands, mapped):
     args = pick(operands, mapped)
     got = jax.vmap(f32_azp, [0 if m else None for m in mapped])(*args)
     np.testing.assert_array_equal(got, looped(jax.jit(f32_azp), args, mapped))
 
 
-@pytest.mark.parametrize(
-    "mapped", [(True, False, False, False), (True, True, False, True), (False, True, True, False)]
-)
+@pytest.mark.parametrize("mapped", [(True, False, False, False), (True, True, False, True), (False, True, True, False)])
 def test_vmap_over_float8_other_axes_and_tensor_scales(operands, mapped):
     a, b = (np.clip(x, -8, 8).astype(E4M3) for x in operands[:2])
     args = pick((a, b, operands[2][:, 0], operands[3][:, 0]), mapped)
@@ -75,10 +81,7 @@ def test_nested_vmap(operands, inner, outer):
     for size, chosen in ((2, outer), (3, inner)):
         for name in chosen:
             sizes[name].append(size)
-    args = [
-        rng.integers(-9, 9, (*sizes[n], *unbatched[n])).astype(np.float32 if n == "s" else np.int8)
-        for n in names
-    ]
+    args = [rng.integers(-9, 9, (*sizes[n], *unbatched[n])).astype(np.float32 if n == "s" else np.int8) for n in names]
     axes = lambda chosen: [0 if n in chosen else None for n in names]
     f = lambda a, b, s: f32_mm(a, b, s, 0.5)
     got = jax.vmap(jax.vmap(f, axes(inner)), axes(outer))(*args)
@@ -88,9 +91,7 @@ def test_nested_vmap(operands, inner, outer):
         return x.reshape(*shape, *unbatched[name]).astype(np.float64)
 
     a, b, s = (full(x, n) for x, n in zip(args, names))
-    np.testing.assert_array_equal(
-        got, np.broadcast_to(s[..., None] * 0.5 * (a @ b.swapaxes(-1, -2)), got.shape)
-    )
+    np.testing.assert_array_equal(got, np.broadcast_to(s[..., None] * 0.5 * (a @ b.swapaxes(-1, -2)), got.shape))
 
 
 def test_vmap_of_rows_keeps_one_product(operands):
@@ -143,8 +144,11 @@ def test_products_are_constants_to_differentiation(operands):
     assert not np.any(g[0].astype(jnp.float32)) and np.any(g[1])
     out, tangent = jax.jvp(lambda b: f32_mm(a, b, 1.0, 1.0), (jnp.asarray(b),), (jnp.asarray(b),))
     assert not np.any(tangent)
-    int_tangent = jax.jvp(lambda x: jax_qmm.scaled_mm(x, x, 1.0, 1.0, out_dtype=jnp.int32), (operands[0][0],),
-                          (np.zeros((M, K), jax.dtypes.float0),))[1]
+    int_tangent = jax.jvp(
+        lambda x: jax_qmm.scaled_mm(x, x, 1.0, 1.0, out_dtype=jnp.int32),
+        (operands[0][0],),
+        (np.zeros((M, K), jax.dtypes.float0),),
+    )[1]
     assert int_tangent.dtype == jax.dtypes.float0
 
 
@@ -158,9 +162,14 @@ def test_jvp_hessian_remat_and_vmap_of_grad(operands):
     def transformed(f, mm):
         per_a = jax.vmap(jax.grad(lambda a, s: jnp.sum(mm(a, b, s, scale_b)), 1), (0, None))
         per_b = jax.vmap(jax.grad(lambda b, s: jnp.sum(mm(a, b, s, scale_b)), 1))
-        return (jax.jvp(f, primals, tangents), jax.jacfwd(f, 1)(*primals),
-                jax.grad(jax.remat(loss(f)), (0, 1, 2))(*primals), jax.hessian(loss(f))(*primals),
-                per_a(operands[0], scale_a), per_b(operands[1], operands[2]))
+        return (
+            jax.jvp(f, primals, tangents),
+            jax.jacfwd(f, 1)(*primals),
+            jax.grad(jax.remat(loss(f)), (0, 1, 2))(*primals),
+            jax.hessian(loss(f))(*primals),
+            per_a(operands[0], scale_a),
+            per_b(operands[1], operands[2]),
+        )
 
     close(jax.jit(lambda: transformed(f, f32_mm))(), jax.jit(lambda: transformed(g, dequantized_mm))())
 
@@ -180,16 +189,19 @@ def test_scan_over_stacked_weights(operands):
         step = lambda total, w: (total + f32_mm(a, w[0], scale_a[0], w[1]), None)
         return jax.lax.scan(step, jnp.zeros((M, N)), (b, scale_b))[0]
 
-    want = functools.reduce(
-        np.add, [np.asarray(f32_mm(a[0], b[i], scale_a[0], scale_b[i])) for i in range(3)]
-    )
+    want = functools.reduce(np.add, [np.asarray(f32_mm(a[0], b[i], scale_a[0], scale_b[i])) for i in range(3)])
     np.testing.assert_array_equal(run(a[0], b, scale_b), want)
 
 
 def test_eval_shape():
     spec = jax.ShapeDtypeStruct
-    out = jax.eval_shape(jax_qmm.scaled_mm, spec((4, M, K), jnp.int8), spec((N, K), jnp.int8),
-                         spec((4, M, 1), jnp.bfloat16), spec((), jnp.float16))
+    out = jax.eval_shape(
+        jax_qmm.scaled_mm,
+        spec((4, M, K), jnp.int8),
+        spec((N, K), jnp.int8),
+        spec((4, M, 1), jnp.bfloat16),
+        spec((), jnp.float16),
+    )
     assert (out.shape, out.dtype) == ((4, M, N), jnp.bfloat16)
 
 
