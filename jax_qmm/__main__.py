@@ -3,9 +3,14 @@
 import argparse
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 
+import jax
+
+import jax_qmm
+from jax_qmm import _extension
 from jax_qmm.bench.shapes import OUT_DTYPES, add_arguments, products
 
 # What the commands need beside jax, by import name.
@@ -27,6 +32,13 @@ def output_file(text: str) -> Path:
     return path
 
 
+def png_file(text: str) -> Path:
+    path = output_file(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"{path} would be a PNG: name a file that ends in .png")
+    return path
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -36,14 +48,24 @@ def positive(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("python -m jax_qmm", description="Quantized matrix multiplication for JAX.")
+    top.add_argument("--version", action="store_true", help="say which version this is, of jax and of the kernels too")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     demo = commands.add_parser(
         "demo", help="train a small transformer on handwritten digits and quantize it three ways"
     )
-    demo.add_argument("--png", type=output_file, metavar="FILE", help="also draw the comparison as a PNG")
+    demo.add_argument("--png", type=png_file, metavar="FILE", help="also draw the comparison as a PNG")
     demo.add_argument("--seed", type=int, default=0, help="of split, parameters and order (%(default)s)")
     demo.add_argument("--epochs", type=positive, default=20, help="passes over the images (%(default)s)")
     demo.set_defaults(run=run_demo)
+
+    selftest = commands.add_parser(
+        "selftest",
+        help="run every kernel on this GPU and compare it with the reference",
+        description="Runs every kernel of this build on this GPU, on a few ragged shapes, and compares the results "
+        "with the reference's: int8 bit for bit, fp8 within its rounding. Ends with code 1 if a kernel is wrong, and "
+        "with code 2 if none can run here. Takes about a minute.",
+    )
+    selftest.set_defaults(run=run_selftest)
 
     bench = commands.add_parser(
         "bench",
@@ -55,14 +77,18 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--peers",
         type=peers,
-        default="xla,cublaslt",
         metavar="xla,cublaslt",
-        help='"xla", "cublaslt", both or "none" (%(default)s)',
+        help='"xla", "cublaslt", both or "none" (both; with --check none)',
+    )
+    bench.add_argument(
+        "--check",
+        type=earlier_run,
+        metavar="FILE",
+        help="measure the products of this CSV of an earlier run again, and end with code 1 where one became slower; "
+        "--m and --dtype take some of them",
     )
     bench.add_argument("--csv", type=output_file, metavar="FILE", help="also write the figures as CSV")
-    bench.add_argument(
-        "--png", type=output_file, metavar="FILE", help="also draw what is achieved of the roofline by M"
-    )
+    bench.add_argument("--png", type=png_file, metavar="FILE", help="also draw what is achieved of the roofline by M")
     bench.set_defaults(run=run_bench)
 
     tune = commands.add_parser(
@@ -88,26 +114,54 @@ def peers(text: str) -> list[str]:
     return names
 
 
+def earlier_run(text: str):
+    check = importlib.import_module("jax_qmm.bench.check")
+    try:
+        return check.read(user_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def load(command: str, module: str, install: str | None = None):
     """The module of a command; ends the process, naming what to install, where a package is absent."""
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # some imports swallow KeyboardInterrupt
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = error.name.partition(".")[0]
+        package = (error.name or "").partition(".")[0]
         if package not in OPTIONAL_PACKAGES:
             raise
         sys.exit(f"the {command} needs the package {package!r}, which is absent: pip install {install or package}")
+    finally:
+        signal.signal(signal.SIGINT, on_interrupt)
+
+
+def versions() -> str:
+    kernels, missing = _extension._load()
+    built = "kernels for " + ", ".join(kernels.architectures()) if kernels else missing
+    return f"jax_qmm {jax_qmm.__version__} with jax {jax.__version__}: {built}"
 
 
 def run_demo(**options) -> None:
     load("demo", "jax_qmm.demo", '"jax_qmm[demo]"').main(**options)
 
 
-def run_bench(*, model, shapes, m, dtype, **options) -> None:
+def run_selftest() -> None:
+    load("selftest", "jax_qmm.selftest").main()
+
+
+def run_bench(*, model, shapes, m, dtype, peers, check, **options) -> None:
     if options["png"]:  # now, not after minutes, if matplotlib is absent
         load("plot", "jax_qmm.bench.figure")
-    named = products(model=model, shapes=shapes, m=m, dtype=dtype)
-    load("benchmark", "jax_qmm.bench.run").main(products=named, **options)
+    run = load("benchmark", "jax_qmm.bench.run")
+    if check is None:
+        named = products(model=model, shapes=shapes, m=m, dtype=dtype)
+        run.main(products=named, peers=["xla", "cublaslt"] if peers is None else peers, **options)
+    elif model or shapes:
+        sys.exit("--check takes its products from the file: leave --model and --shapes out")
+    else:
+        named = [p for p in check.us if (not m or p.m in m) and run.report.KINDS[p.dtype] in dtype]
+        run.main(products=named, peers=peers or [], reference=check, **options)
 
 
 def run_tune(*, model, shapes, m, dtype, out_dtype, file) -> None:
@@ -118,15 +172,19 @@ def run_tune(*, model, shapes, m, dtype, out_dtype, file) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command that `arguments` (by default the process's own) names; without one prints the help."""
     options = vars(parser().parse_args(arguments))
-    run = options.pop("run", None)
-    if run is None:
-        parser().print_help()
-        return 0
+    run = options.pop("run", parser().print_help)
     try:
-        run(**options)
+        if options.pop("version"):
+            print(versions())
+        else:
+            run(**options)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130  # as the shell has it for SIGINT
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the process's end
+        return 141  # as the shell has it for SIGPIPE
     return 0
 
 

@@ -1,11 +1,11 @@
 """Every private or version-dependent JAX name that jax_qmm uses, for jax 0.10 to 0.12."""
 
 import functools
-import re
-from pathlib import Path
+from importlib import metadata
+from typing import Any
 
 import jax
-from jax._src import core, dispatch
+from jax._src import core, dispatch, xla_bridge
 from jax._src.interpreters import mlir
 from jax._src.lax.lax import canonicalize_precision
 from jax._src.sharding_impls import canonicalize_sharding
@@ -18,13 +18,26 @@ lower_with_sharding_in_types = mlir.lower_with_sharding_in_types
 canonicalize_out_sharding = functools.partial(canonicalize_sharding, check_mesh_consistency=False)
 
 
-def records_kernels():
-    """Whether XLA takes kernels into its CUDA graphs by the FFI stage "record", in a version that was tested."""
-    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "record_c_api.h")
-    if not header.exists():
-        return False
-    version = re.findall(r"#define XLA_FFI_Extension_Record_M\w+Version (\d+)", header.read_text())
-    return version in (["0", "1"], ["0", "2"])
+# The releases of JAX with which the FFI stage "record" was tested. Its ABI is not stable: cuda/ffi/record_abi.h has it,
+# and tests/ffi compares it with the headers of each.
+RECORDING_RELEASES = ("0.11.2", "0.12.0", "0.12.0.1")
+
+
+def why_not_recorded() -> str | None:
+    """Why kernels can't be recorded into CUDA graphs with the installed packages; None where they can."""
+    for package in ("jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return f"recording needs {package}, which is not installed"
+        if version not in RECORDING_RELEASES:
+            return f"recording was tested with {', '.join(RECORDING_RELEASES)} of {package}, not with {version}"
+    return None
+
+
+def after_plugins(callback):
+    """Calls `callback` when JAX has loaded its plugins; at once if it has."""
+    xla_bridge.register_plugin_callbacks(lambda c_api: callback())
 
 
 def define_impl(primitive):
@@ -61,6 +74,15 @@ def zero_tangent(x):
 def lowering_platforms(ctx):
     """The platforms that a lowering rule is asked for."""
     return ctx.platforms or ctx.module_context.platforms
+
+
+def lowering_devices(ctx):
+    """The devices that a lowering rule is asked for; none where they are not known."""
+    axis_context = ctx.module_context.axis_context
+    mesh: Any = getattr(axis_context, "mesh", None)  # inside a shard_map
+    if isinstance(mesh, jax.sharding.Mesh):
+        return frozenset(mesh.devices.flat)
+    return frozenset(getattr(axis_context, "device_assignment", None) or ())
 
 
 def has_manual_axes(ctx):

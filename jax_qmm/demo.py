@@ -16,8 +16,9 @@ from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import jax_qmm
-from jax_qmm import report as reports
-from jax_qmm.explain import explain
+from jax_qmm.explanation import explain
+from jax_qmm.models.report import nbytes
+from jax_qmm.text_table import format_bytes, format_table
 
 CLASSES = 10
 WIDTH = 64
@@ -79,9 +80,11 @@ def digits(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     Returns:
       images to train on `(1297, 8, 8)` in [0, 1], images held out `(500, 8, 8)`, and the labels of both.
     """
-    data = load_digits()
-    images = (data.images / 16).astype(np.float32)
-    return train_test_split(images, data.target, test_size=HELD_OUT, stratify=data.target, random_state=seed)
+    pixels, labels = load_digits(return_X_y=True)
+    images = (np.asarray(pixels).reshape(-1, 8, 8) / 16).astype(np.float32)
+    parts = train_test_split(images, labels, test_size=HELD_OUT, stratify=labels, random_state=seed)
+    train_images, test_images, train_labels, test_labels = map(np.asarray, parts)
+    return train_images, test_images, train_labels, test_labels
 
 
 @nnx.jit
@@ -186,7 +189,7 @@ def compare(model, images, labels) -> list[Result]:
             Result(
                 name=name,
                 accuracy=float((logits.argmax(-1) == labels).mean()),
-                nbytes=reports.nbytes(nnx.state(variant, nnx.Param)),
+                nbytes=nbytes(nnx.state(variant, (nnx.Param, jax_qmm.nnx.QuantizedParam))),
                 logit_difference=float(np.abs(logits - exact).max()),
                 seconds=seconds,
                 runs_on=runs_on,
@@ -203,7 +206,7 @@ def table(results: list[Result]) -> str:
         (
             r.name,
             f"{r.accuracy:.1%}",
-            reports.format_bytes(r.nbytes),
+            format_bytes(r.nbytes),
             f"{r.logit_difference:.4f}",
             f"{r.seconds * 1e3:.2f} ms",
             r.runs_on,
@@ -211,7 +214,7 @@ def table(results: list[Result]) -> str:
         for r in results
     ]
     operations = [f"{r.name}: {r.operations}\n" for r in results if r.operations]
-    return "\n".join([*operations, reports.format_table(header, rows)])
+    return "\n".join([*operations, format_table(header, rows)])
 
 
 def figure(results: list[Result], title: str) -> Figure:

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax import traverse_util
-from flax.core import FrozenDict, freeze, meta, unfreeze
-from tqdm import tqdm
 
-from jax_qmm import layers, linen_layers, report
-from jax_qmm.explain import trace
-from jax_qmm.qarray import SCALE_DTYPES, QArray
-from jax_qmm.schemes import W8A8, Rule
+try:
+    from flax import linen as nn, traverse_util
+    from flax.core import FrozenDict, freeze, meta, unfreeze
+
+    from jax_qmm.models import calibration as calibrate, linen_layers, linen_observer, report
+    from jax_qmm.models.linen_kernel import QuantizedBox, QuantizedKernel
+    from jax_qmm.models.linen_layers import install, run_quantized
+    from jax_qmm.models.plan import make_plan
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f'{__name__} needs {error.name}: pip install "jax_qmm[flax]"', name=error.name) from error
+
+from jax_qmm.explanation import trace
+from jax_qmm.qarray import QArray
+from jax_qmm.schemes import W8A8, Rule, check_scheme
+
+__all__ = ["QuantDense", "QuantizedBox", "QuantizedKernel", "QuantizedModel", "install", "quantize_model"]
 
 Variables = Mapping[str, Any]
-_SCALE, _ZERO_POINT = "activation_scale", "activation_zero_point"
 
 
 class QuantDense(nn.Dense):
     """An nn.Dense whose kernel is quantized from the start.
 
-    Its parameters are those of nn.Dense, with a `QArray` of the same logical shape as `kernel`, and
+    Its parameters are those of nn.Dense, with a `QuantizedKernel` of the same logical shape as `kernel`, and
     `activation_scale` and `activation_zero_point` where the scheme gives them. The bias is added before the
     one rounding of the output. Gradients reach the input and the bias; the kernel is frozen.
 
@@ -48,18 +56,22 @@ class QuantDense(nn.Dense):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Applies the layer to the last axis of `inputs`."""
+        check_scheme(self.scheme)
         if own := linen_layers.own_callable(self):
             raise ValueError(f"QuantDense can't be run: {own}")
 
         def init_kernel(key, shape, dtype):
-            return layers.quantize_kernel(meta.unbox(self.kernel_init(key, shape, dtype)), (-2,), self.scheme)
+            box = self.kernel_init(key, shape, dtype)
+            qarray = self.scheme.quantize_weight(meta.unbox(box), (-2,))
+            return install({"kernel": box}, qarray, self.scheme)["kernel"]
 
         self.param("kernel", init_kernel, (inputs.shape[-1], self.features), self.param_dtype)
         if self.use_bias:
             self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        for name, value in _static_params(self.scheme).items():
+        for name, value in linen_layers.static_params(self.scheme).items():
             self.param(name, lambda key, value=value: value)
-        return _run(self, _Layer(self.scheme, self.param_dtype), inputs)
+        with nn.intercept_methods(run_quantized):
+            return super().__call__(inputs)
 
     @classmethod
     def from_dense(cls, dense: nn.Dense, variables: Variables, scheme: W8A8 = W8A8()) -> tuple[QuantDense, dict]:
@@ -82,68 +94,73 @@ class QuantDense(nn.Dense):
         >>> layer.apply(variables, jnp.ones((2, 3))).shape
         (2, 4)
         """
-        params = dict(meta.unbox(unfreeze(variables))["params"])
-        quantized = isinstance(params["kernel"], QArray)
+        params = dict(variables["params"])
+        kernel = linen_layers.unboxed(params["kernel"])
+        quantized = isinstance(kernel, QArray)
         reason = "it is quantized already" if quantized else linen_layers.own_callable(dense)
         if reason:
             raise ValueError(f"dense can't be quantized: {reason}")
-        params["kernel"] = layers.quantize_kernel(params["kernel"], (-2,), scheme)
-        params |= _static_params(scheme)
+        params = install(params, scheme.quantize_weight(kernel, (-2,)), scheme)
         fields = {
             field.name: getattr(dense, field.name) for field in dataclasses.fields(nn.Dense) if field.name != "parent"
         }
         return cls(**fields, scheme=scheme), {**variables, "params": params}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-    """How a quantized layer runs: its scheme without static scales, and its kernel's dtype when float."""
-
-    scheme: W8A8
-    kernel_dtype: Any
-
-
 class QuantizedModel(nn.Module):
-    """A model whose quantized kernels run as such; made by `quantize_model`, used like the model it holds.
+    """Mixed into the class of a model by `quantize_model`: layers then run with the quantized kernels they hold.
 
-    Its variables have the paths of that model's. It can be a submodule of another.
+    The model is otherwise as it was: it has its fields, methods, submodules and paths, is as hashable, and can
+    be a submodule of another or go through transformations. Its `init` gives float variables. Submodules of a bound
+    model run quantized through its methods and `apply(method=...)`, not when they are called themselves.
 
-    Attributes:
-      model: the model as given.
-      layers: how each quantized layer runs, by path.
+    >>> dense, x = nn.Dense(4), jnp.ones((2, 3))
+    >>> model, variables, _ = quantize_model(dense, dense.init(jax.random.key(0), x), [Rule("", W8A8())])
+    >>> isinstance(model, QuantizedModel), isinstance(model, nn.Dense), model.features
+    (True, True, 4)
     """
-
-    model: nn.Module
-    layers: Mapping[str, _Layer]
-
-    def setup(self):
-        nn.share_scope(self, self.model)
-
-    def __call__(self, *args, **kwargs):
-        """Calls the model."""
-        with nn.intercept_methods(functools.partial(self._intercept, len(self.path))):
-            return self.model(*args, **kwargs)
 
     @nn.nowrap
     def apply(self, variables: Variables, *args, **kwargs):
-        """As `model.apply`, so that `method` can name any method of the model."""
-        with nn.intercept_methods(functools.partial(self._intercept, 0)):
-            return self.model.apply(variables, *args, **kwargs)
+        """As `nn.Module.apply`."""
+        with nn.intercept_methods(run_quantized):
+            return super().apply(variables, *args, **kwargs)
 
     @nn.nowrap
-    def _intercept(self, depth, next_function, args, kwargs, context):
-        module = context.module
-        layer = module.scope and self.layers.get("/".join(module.path[depth:]))
-        if layer is None or not isinstance(_param(module, "kernel"), QArray):
-            return next_function(*args, **kwargs)
-        if linen_layers.is_call_of_layer(context):
-            return _run(module, layer, *args, **kwargs)
-        if context.method_name == "__call__" and not isinstance(module, linen_layers.LAYERS):
-            raise TypeError(
-                f"the kernel of {'/'.join(module.path)} was quantized, but {type(module).__name__} can't use "
-                "it: keep it from the rules of quantize_model, or give that an example to tell the layers by"
-            )
-        return next_function(*args, **kwargs)
+    def __reduce__(self):  # pickle would look for the class by its name
+        return _make, (type(self).__mro__[2], _fields(self))
+
+
+def _fields(model):
+    names = (field.name for field in dataclasses.fields(model) if field.init)
+    return {name: getattr(model, name) for name in names if name != "parent"}
+
+
+def _make(cls, fields):
+    return _quantized_class(cls)(**fields)
+
+
+@functools.cache
+def _quantized_class(cls):
+    """`cls` with each method of its own intercepted by `run_quantized`; the same class for the same `cls`."""
+    own = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+    methods = {name: f for base in reversed(own) for name, f in vars(base).items() if inspect.isfunction(f)}
+
+    def intercepted(name, original):
+        def call(self, *args, **kwargs):
+            with nn.intercept_methods(run_quantized):
+                return getattr(super(quantized, self), name)(*args, **kwargs)
+
+        return nn.nowrap(functools.wraps(original, updated=())(call))
+
+    taken = {
+        name: intercepted(name, f)
+        for name, f in methods.items()
+        if name == "__call__" or not (name.startswith("__") or name == "setup" or hasattr(f, "nowrap"))
+    }
+    namespace = {"__doc__": cls.__doc__, "__module__": cls.__module__, **taken}
+    quantized = type(cls)(f"Quantized{cls.__name__}", (QuantizedModel, cls), namespace)
+    return quantized
 
 
 def quantize_model(
@@ -153,6 +170,7 @@ def quantize_model(
     *,
     example: Any = None,
     calibration: Iterable[Any] | None = None,
+    sensitivity: Iterable[Any] | None = None,
     forward: Callable[[nn.Module, Variables, Any], Any] | None = None,
 ) -> tuple[nn.Module, Variables, report.Report]:
     """Quantizes the layers of a model that rules name.
@@ -164,11 +182,18 @@ def quantize_model(
     A linen model tells the class of its layers only when called. Without an input, layers are told by their
     parameters: a `kernel` of rank 2 is one of Dense; kernels of higher rank are told by their bias and by the
     names that attention gives its projections, and skipped where that leaves a doubt. An `example` settles
-    it; it is traced, not run.
+    it; it is traced, not run. Where a layer turns out to do something else with its kernel, the quantized model
+    raises a TypeError that names it.
 
-    Nothing is patched and nothing that was given is changed: the model returned intercepts the calls of those
-    layers while it runs. Sharding metadata (boxes) of quantized kernels is dropped; their arrays stay where
-    they are.
+    Nothing is patched and nothing that was given is changed. The model returned is of a class that inherits from
+    the given model's; it intercepts the calls of layers while it runs. A quantized kernel among its variables is a
+    `QuantizedKernel`: it holds the scheme, so one model runs variables of any scheme. Where the float kernel is in a
+    box with sharding metadata, the quantized one is in a `QuantizedBox` with the same metadata, from which
+    `nn.get_partition_spec` and `nn.get_sharding` make one spec for each array of the kernel. Arrays stay where they
+    are.
+
+    `flax.serialization` and orbax save and restore the variables, given those that this function returns (or what
+    jax.eval_shape makes of them) as the target.
 
     Args:
       model: float model.
@@ -180,8 +205,11 @@ def quantize_model(
         each layer's input is recorded (one range for all layers of a stack). A batch that is a tuple holds
         positional arguments of the model, one that is a dict keyword arguments, and anything else is the only
         argument. Without it these scales are computed from the data at each call.
-      forward: called as `forward(model, variables, batch)` for each batch in place of the above. It must not
-        be a function that was jitted and run before.
+      sensitivity: batches for the error of each layer: the float model runs on each, every layer to be
+        quantized runs both ways on its float input, and the report's rows have the relative L2 error of the
+        outputs. Which layers to leave in float, if any, shows there.
+      forward: called as `forward(model, variables, batch)` for each batch in place of the above. It may be
+        jitted, if it takes the variables as an argument.
 
     Returns:
       The quantized model, its variables and a `Report`. Static scales are parameters next to the kernel.
@@ -201,146 +229,73 @@ def quantize_model(
     >>> model.apply(variables, x).shape
     (1, 3, 4)
     """
-    book = layers.RuleBook(rules)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, needs a linen.Module")
     if not isinstance(variables, Mapping) or "params" not in variables:
         held = list(variables) if isinstance(variables, Mapping) else f"a {type(variables).__name__}"
         raise TypeError(f'variables is {held}, needs a mapping with "params"')
-    forward = forward or _forward
-    if calibration is not None:
-        calibration = iter(tqdm(calibration, desc="calibrating", unit="batch"))
-        if example is None:
-            example = next(calibration, None)
-            calibration = itertools.chain([] if example is None else [example], calibration)
-    called = None if example is None else _watch(model, variables, example, forward)
-
     params = traverse_util.flatten_dict(unfreeze(variables["params"]), keep_empty_nodes=True)
-    found = _layers(params)
-    chosen, skipped = {}, {}
-    for path, own in found.items():
-        scheme, kernel = book.scheme("/".join(path)), _tell(path, own, found, called)
-        if scheme is None or kernel.reason:
-            skipped[path] = kernel.op, kernel.reason if scheme else "no rule matches"
-        else:
-            chosen[path] = kernel, scheme
-    wanted = {"/".join(path) for path, (_, scheme) in chosen.items() if layers.takes_calibration(scheme)}
-    ranges = {} if calibration is None else _calibrate(model, variables, wanted, calibration, forward)
+    layers = linen_observer.weight_layers(params)
+    forward = forward or (lambda model, variables, batch: calibrate.call(model.apply, batch, variables))
 
-    rows, how = [], {}
-    for path, own in found.items():
-        name, before, note = "/".join(path), report.nbytes(own), ""
-        if path in skipped:
-            op, reason = skipped[path]
-            rows.append(report.LayerRow(name, op, "", "", before, before, reason))
-            continue
-        kernel, scheme = chosen[path]
-        static = None
-        if name in ranges:
-            static = layers.static_range(*map(jnp.asarray, ranges[name]), scheme)
-        elif ranges and name in wanted:
-            note = "no calibration batch reached it: its scale is computed at each call"
-        stack = own["kernel"].shape[: own["kernel"].ndim - len(kernel.shape)]
-        own = {
-            **own,
-            "kernel": layers.quantize_kernel(own["kernel"], kernel.contracted, scheme),
-            **_static_params(scheme, static, stack),
-        }
-        params |= {(*path, leaf): value for leaf, value in own.items() if leaf != "bias"}
-        how[name] = _Layer(layers.without_static(scheme), found[path]["kernel"].dtype)
-        rows.append(
-            report.LayerRow(
-                name, kernel.op, layers.describe(scheme, static), report.runs_on(), before, report.nbytes(own), note
-            )
-        )
+    called = None
+    if calibration is not None and example is None:
+        example, calibration = _peek(calibration)
+    elif sensitivity is not None and example is None:
+        example, sensitivity = _peek(sensitivity)
+    if example is not None:
+        observer = linen_observer.Observer()
+        with nn.intercept_methods(observer):
+            trace(forward, model, _with_params(variables, linen_observer.marked(params)), example)
+        called = observer.kernels
+    plan = make_plan(linen_observer.kernel_uses(layers, called), rules)
 
-    quantized = {**variables, "params": traverse_util.unflatten_dict(params)}
-    totals = (report.nbytes(tree["params"]) for tree in (variables, quantized))
-    return (
-        QuantizedModel(model, how),
-        freeze(quantized) if isinstance(variables, FrozenDict) else quantized,
-        report.Report(tuple(rows), book.unused(), *totals),
-    )
+    def observed(batches, words, **wanted):
+        observer = linen_observer.Observer(**wanted)
+        fresh = _with_params(variables, linen_observer.marked(params))
+        with nn.intercept_methods(observer):
+            calibrate.run(batches, lambda batch: forward(model, fresh, batch), words)
+        return observer
 
+    if calibration is not None:
+        calibrate.check_paths(plan.to_calibrate())
+        ranges = observed(calibration, "calibrating", ranges=plan.to_calibrate()).ranges
+        calibrate.check_ranges(ranges)
+        plan = plan.calibrated({path: (jnp.asarray(low), jnp.asarray(high)) for path, (low, high) in ranges.items()})
+    errors = {}
+    if sensitivity is not None:
+        sums = observed(sensitivity, "measuring sensitivity", errors=plan.conversions).errors
+        errors = {path: calibrate.relative_error(*both) for path, both in sums.items()}
 
-def _layers(params):
-    """The parameters, out of their boxes, of each module that holds a weight of rank 2 or more, by path."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for (*path, name), value in params.items():
-        if value is not traverse_util.empty_node:
-            found.setdefault(tuple(path), {})[name] = meta.unbox(value)
-    return {path: own for path, own in found.items() if any(getattr(x, "ndim", 0) >= 2 for x in own.values())}
+    before, after = {}, {}
+    for path, own in layers.items():
+        name = "/".join(path)
+        before[name] = after[name] = report.nbytes(own)
+        if name in plan.conversions:
+            conversion, boxed = plan.conversions[name], {leaf: params[*path, leaf] for leaf in own}
+            stack = own["kernel"].shape[: own["kernel"].ndim - len(conversion.use.shape)]
+            qarray = conversion.quantize(own["kernel"])
+            own = install(boxed, qarray, conversion.scheme, conversion.static, stack)
+            params |= {(*path, leaf): value for leaf, value in own.items()}
+            after[name] = report.nbytes(own)
+
+    quantized = _with_params(variables, params)
+    totals = report.nbytes(variables["params"]), report.nbytes(quantized["params"])
+    return _quantized(model), quantized, report.make_report(plan, before, after, totals, errors)
 
 
-def _tell(path, own, found, called):
-    """The `Kernel` of the layer at `path`; `called` are those seen in a call of the model, or None."""
-    told = linen_layers.guess(path, own, {other[-1] for other in found if other and other[:-1] == path[:-1]})
-    if called is not None:
-        seen = called.get("/".join(path), linen_layers.Kernel("?", reason="the example did not call it"))
-        told = seen if "kernel" in own else dataclasses.replace(told, op=seen.op)
-    if "kernel" not in own or told.reason:
-        return told
-    kernel, reason = own["kernel"], None
-    if isinstance(kernel, QArray):
-        reason = "quantized already"
-    elif kernel.dtype not in SCALE_DTYPES:
-        reason = f"its kernel has dtype {kernel.dtype}"
-    elif kernel.shape[kernel.ndim - len(told.shape) :] != told.shape:
-        reason = f"its kernel has shape {kernel.shape}, which does not end in {told.shape}"
-    return dataclasses.replace(told, reason=reason)
+def _quantized(model):
+    return model if isinstance(model, QuantizedModel) else _make(type(model), _fields(model))
 
 
-def _watch(model, variables, example, forward):
-    observer = linen_layers.Observer()
-    with nn.intercept_methods(observer):
-        trace(forward, model, variables, example)
-    return observer.kernels
+def _with_params(variables, params) -> Variables:
+    """The variables with other, flattened, parameters."""
+    new = {**variables, "params": traverse_util.unflatten_dict(params)}
+    return freeze(new) if isinstance(variables, FrozenDict) else new
 
 
-def _calibrate(model, variables, paths, batches, forward):
-    """The range of the input of each layer in `paths` that the batches reached."""
-    layers.check_calibration(paths)
-    observer = linen_layers.Observer(paths)
-    with nn.intercept_methods(observer):
-        for batch in batches:
-            jax.block_until_ready(forward(model, variables, batch))
-    layers.check_ranges(observer.ranges)
-    return observer.ranges
-
-
-def _forward(model, variables, batch):
-    if isinstance(batch, tuple):
-        return model.apply(variables, *batch)
-    return model.apply(variables, **batch) if isinstance(batch, Mapping) else model.apply(variables, batch)
-
-
-def _static_params(scheme, static=None, stack=()):
-    """The parameters for a static scale and zero point, `static` or else those of the scheme."""
-    static = layers.static_leaves(*static or (scheme.activation_scale, scheme.activation_zero_point), stack)
-    return {name: value for name, value in zip((_SCALE, _ZERO_POINT), static) if value is not None}
-
-
-def _param(module, name):
-    return meta.unbox(module.get_variable("params", name)) if module.has_variable("params", name) else None
-
-
-def _run(module, layer, inputs, einsum_str=None):
-    """Dense, DenseGeneral or Einsum with a quantized kernel."""
-    kernel, bias = _param(module, "kernel"), _param(module, "bias")
-    scheme = layers.with_static(layer.scheme, _param(module, _SCALE), _param(module, _ZERO_POINT))
-    dtype = layers.promoted_dtype(module.dtype, inputs, layer.kernel_dtype, bias)
-    inputs, bias = jnp.asarray(inputs, dtype), None if bias is None else jnp.asarray(bias, dtype)
-    options = {"precision": module.precision, "scheme": scheme}
-    if isinstance(module, nn.Einsum):
-        options["preferred_element_type"] = module.preferred_element_type
-        return layers.einsum_product(einsum_str or module.einsum_str, inputs, kernel, bias, dtype, **options)
-    axis, batch = -1, ()
-    if isinstance(module, nn.DenseGeneral):
-        axis, batch = module.axis, module.batch_dims
-    axis, batch = (
-        tuple(sorted(i % inputs.ndim for i in (axes if isinstance(axes, Sequence) else [axes])))
-        for axes in (axis, batch)
-    )
-    n = len(batch)
-    numbers = (axis, tuple(range(n, n + len(axis)))), (batch, tuple(range(n)))
-    return layers.product(inputs, kernel, numbers, bias, dtype, **options)
+def _peek(batches):
+    """The first batch, or None if there is none, and all batches."""
+    batches = iter(batches)
+    first = next(batches, None)
+    return first, itertools.chain([] if first is None else [first], batches)

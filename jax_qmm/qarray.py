@@ -2,17 +2,20 @@
 
 import json
 import math
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import DTypeLike
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from jax_qmm import reference
+from jax_qmm.dtypes import INT32, QTYPES, SCALE_DTYPES
+from jax_qmm.reference import quantize as reference
 
-QTYPES = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
-SCALE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-_INT32 = (jnp.dtype(jnp.int32),)
-_LEAVES = {"qvalue": QTYPES, "scale": SCALE_DTYPES, "zero_point": _INT32, "azp_adj": _INT32}
+_LEAVES = {"qvalue": QTYPES, "scale": SCALE_DTYPES, "zero_point": (INT32,), "azp_adj": (INT32,)}
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -51,17 +54,32 @@ class QArray:
     [[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]
     """
 
-    def __init__(self, qvalue, scale, zero_point=None, azp_adj=None):
+    __array_ufunc__ = None  # numpy's arrays leave `array @ q` to __rmatmul__
+
+    qvalue: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None
+    azp_adj: jax.Array | None
+    _permutation: tuple[int, ...]
+
+    def __init__(
+        self,
+        qvalue: jax.Array,
+        scale: jax.Array,
+        zero_point: jax.Array | None = None,
+        azp_adj: jax.Array | None = None,
+    ):
         self.qvalue, self.scale, self.zero_point, self.azp_adj = qvalue, scale, zero_point, azp_adj
         self._permutation = ()
         self._check()
 
     def _check(self):
         for name, dtypes in _LEAVES.items():
-            leaf, needs = getattr(self, name), ", ".join(map(str, dtypes))
+            leaf: Any = getattr(self, name)
+            needs = ", ".join(map(str, dtypes))
             if leaf is None and name in ("zero_point", "azp_adj"):
                 continue
-            if not hasattr(leaf, "dtype"):
+            if leaf is None or not hasattr(leaf, "dtype"):
                 raise TypeError(f"{name} is a {type(leaf).__name__}, needs an array of {needs}")
             if leaf.dtype not in dtypes:
                 raise TypeError(f"{name} has dtype {leaf.dtype}, needs {needs}")
@@ -81,60 +99,125 @@ class QArray:
             raise ValueError(f"azp_adj has shape {sums}, needs that of qvalue {shape} with 1 on summed axes")
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, ...]:
         return tuple(self.qvalue.shape[axis] for axis in self.storage_axes())
 
     @property
-    def ndim(self):
+    def ndim(self) -> int:
         return len(self.qvalue.shape)
 
     @property
-    def size(self):
+    def size(self) -> int:
         return math.prod(self.qvalue.shape)
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
         return jnp.dtype(self.scale.dtype)
 
     @property
-    def qtype(self):
+    def qtype(self) -> np.dtype:
         return jnp.dtype(self.qvalue.dtype)
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
-    def T(self):
+    def sharding(self) -> Self:
+        """A QArray with the sharding of each leaf in its place, as `jax.device_put` and `jax.jit` take them."""
+        of = lambda leaf: getattr(jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf, "sharding", None)
+        return jax.tree.map(of, self)
+
+    @property
+    def T(self) -> Self:
         """The view with all axes reversed."""
         return self.transpose()
 
     @property
-    def mT(self):
+    def mT(self) -> Self:
         """The view with the last two axes swapped."""
         return self.swapaxes(-1, -2)
 
-    def swapaxes(self, axis1, axis2):
+    def swapaxes(self, axis1: int, axis2: int) -> Self:
         """The view with two axes swapped."""
         (axis1,), (axis2,) = (normalize_axis_tuple(axis, self.ndim, "axis") for axis in (axis1, axis2))
         axes = list(range(self.ndim))
         axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
         return self.transpose(axes)
 
-    def transpose(self, *axes):
+    def transpose(self, *axes: int | Sequence[int]) -> Self:
         """The view with its axes in the order `axes`, reversed by default; as `jax.Array.transpose`."""
-        if len(axes) == 1 and not isinstance(axes[0], int):
-            axes = axes[0]
-        axes = tuple(range(self.ndim))[::-1] if not axes else axes
-        if sorted(axis + self.ndim * (axis < 0) for axis in axes) != list(range(self.ndim)):
-            raise ValueError(f"axes is {tuple(axes)}, needs a permutation of the {self.ndim} axes")
+        order: Any = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        order = tuple(order or range(self.ndim)[::-1])
+        if sorted(axis + self.ndim * (axis < 0) for axis in order) != list(range(self.ndim)):
+            raise ValueError(f"axes is {order}, needs a permutation of the {self.ndim} axes")
         stored = self.storage_axes()
-        permutation = tuple(stored[axis] - self.ndim for axis in axes)
+        permutation = tuple(stored[axis] - self.ndim for axis in order)
         while permutation and permutation[0] == -len(permutation):
             permutation = permutation[1:]  # leading axes in their place may come and go
         return self._replace(_permutation=permutation)
 
-    def storage_axes(self):
+    def reshape(self, *shape: int | Sequence[int]) -> Self:
+        """The same values in another shape, where the scales go along.
+
+        Args:
+          shape: as in `jax.Array.reshape`; one size can be -1.
+
+        Raises:
+          ValueError: where axes that are merged or split share some scales but not all, or do not lie beside each
+            other in memory.
+
+        >>> QArray(jnp.ones((6, 4), jnp.int8), jnp.ones((6, 1))).T.reshape(2, 2, 3, 2)
+        QArray(int8[2,2,3,2], scale=float32[1,1,3,2], stored=[3,2,2,2])
+        """
+        sizes: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        new = jax.eval_shape(lambda: jnp.empty(self.shape, jnp.int8).reshape(sizes)).shape
+        stored = self.storage_axes()
+        groups = [([stored[axis] for axis in axes], parts) for axes, parts in _groups(self.shape, new)]
+        in_memory = sorted(range(len(groups)), key=lambda i: groups[i][0] or [self.ndim])
+
+        def reshaped(leaf):
+            out = []
+            for axes, parts in (groups[i] for i in in_memory):
+                counts, whole = ([x.shape[axis] for axis in axes] for x in (leaf, self.qvalue))
+                beside = axes == [*range(axes[0], axes[0] + len(axes))] if axes else True
+                if not beside or counts != whole and any(count != 1 for count in counts):
+                    raise ValueError(
+                        f"{self} has no shape {new}: scales or memory divide the axes {axes} of its leaves"
+                    )
+                out += [new[part] if counts == whole else 1 for part in parts]
+            return leaf.reshape(out)
+
+        order = [part for i in in_memory for part in groups[i][1]]
+        return jax.tree.map(reshaped, self._replace(_permutation=())).transpose(
+            [order.index(i) for i in range(len(new))]
+        )
+
+    def astype(self, dtype: DTypeLike) -> Self:
+        """The same 8-bit values with their scale in `dtype`, which is the dtype of a QArray.
+
+        Args:
+          dtype: float32, bfloat16 or float16.
+
+        Raises:
+          TypeError: for another dtype.
+        """
+        if jnp.dtype(dtype) not in SCALE_DTYPES:
+            needs = ", ".join(map(str, SCALE_DTYPES))
+            raise TypeError(f"dtype is {jnp.dtype(dtype)}, needs {needs}: the dtype of a QArray is that of its scale")
+        return self._replace(scale=self.scale.astype(dtype))
+
+    def __matmul__(self, other):
+        from jax_qmm.ops.dot_general import matmul  # which is made of QArrays
+
+        return matmul(self, other)
+
+    def __rmatmul__(self, other):
+        from jax_qmm.ops.dot_general import matmul
+
+        return matmul(other, self)
+
+    def storage_axes(self) -> tuple[int, ...]:
         """For each logical axis the axis of the leaves that holds it."""
         if len(self._permutation) > self.ndim:
             raise ValueError(
@@ -144,7 +227,7 @@ class QArray:
         leading = self.ndim - len(self._permutation)
         return (*range(leading), *(self.ndim + axis for axis in self._permutation))
 
-    def with_azp_adj(self, axis):
+    def with_azp_adj(self, axis: int | Sequence[int]) -> Self:
         """The same array with its sums over `axis` as a leaf.
 
         Products with asymmetric activations subtract the activation's zero point times these sums. Without
@@ -162,7 +245,7 @@ class QArray:
         sums = jnp.sum(self.qvalue, axis=tuple(stored[a] for a in axes), dtype=jnp.int32, keepdims=True)
         return self._replace(azp_adj=sums)
 
-    def dequantize(self, dtype=None):
+    def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """`(qvalue - zero_point) * scale` in the logical order, computed in float32.
 
         Args:
@@ -208,7 +291,7 @@ class QArray:
         return f"QArray({', '.join(parts)})"
 
     def _replace(self, **changes):
-        new = object.__new__(QArray)
+        new = object.__new__(type(self))
         new.__dict__.update(self.__dict__ | changes)
         return new
 
@@ -226,11 +309,23 @@ class QArray:
         return new
 
 
+def _groups(old, new):
+    """Axes of the shape `old` and those of `new` that hold the same values, as few at once as can be.
+
+    >>> _groups((6, 4, 5), (2, 3, 20))
+    [((0,), (0, 1)), ((1, 2), (2,))]
+    """
+    groups, i, j = [], 0, 0
+    while i < len(old):
+        ends = ((p, q) for p in range(i + 1, len(old) + 1) for q in range(j, len(new) + 1))
+        p, q = next((p, q) for p, q in ends if math.prod(old[i:p]) == math.prod(new[j:q]))
+        groups.append((tuple(range(i, p)), tuple(range(j, q))))
+        i, j = p, q
+    return groups + [((), (axis,)) for axis in range(j, len(new))]
+
+
 def _divides(part, whole):
-    # Symbolic dimensions and 0 divide by 1 and themselves alone.
-    if isinstance(part, int) and isinstance(whole, int) and part > 0:
-        return whole % part == 0
-    return reference.is_one(part) or part == whole
+    return part == whole or (part != 0 and whole % part == 0)
 
 
 jax.export.register_pytree_node_serialization(

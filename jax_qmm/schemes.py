@@ -2,12 +2,16 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_qmm.qarray import QTYPES
+from jax_qmm.dtypes import check_qtype
+from jax_qmm.ops.quantize import quantize
+from jax_qmm.qarray import QArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +63,83 @@ class W8A8:
                 + ("None with symmetric=True" if self.symmetric else "a value with symmetric=False")
             )
 
+    def __str__(self):
+        activation = self.activation if self.activation_scale is None else "per_tensor static"
+        return f"{self.dtype}, {activation}{'' if self.symmetric else ', asymmetric'}"
+
     def __repr__(self):
-        static = self.activation_scale is not None
-        activation = "per_tensor static" if static else self.activation
-        return f"W8A8({self.dtype}, {activation}{'' if self.symmetric else ', asymmetric'})"
+        return f"W8A8({self})"
+
+    def quantize_weight(self, kernel: jax.Array, contracted: Sequence[int]) -> QArray:
+        """Quantizes a weight per channel and stores its contracted axes last, as the kernels read them.
+
+        Args:
+          kernel: float array of any shape.
+          contracted: the axes that a product contracts with its input; they share a scale. Those of stacked
+            layers are channels, so axes are best counted from the end.
+
+        Returns:
+          A `QArray` with the shape of `kernel`; for asymmetric activations it holds the weight's sums too.
+
+        >>> W8A8().quantize_weight(jnp.ones((3, 4, 5)), (-3,))
+        QArray(int8[3,4,5], scale=float32[1,4,5], stored=[4,5,3])
+        """
+        n = kernel.ndim
+        last = [axis % n for axis in contracted]
+        order = [axis for axis in range(n) if axis not in last] + last
+        q = quantize(kernel.transpose(order), self.dtype, axis=tuple(range(n - len(last), n)))
+        q = q.transpose([order.index(axis) for axis in range(n)])
+        return q if self.symmetric else q.with_azp_adj(tuple(last))
+
+    def quantize_activation(self, x: jax.Array, n: int) -> QArray:
+        """Quantizes the input of a product that contracts its last `n` axes.
+
+        Args:
+          x: float array of rank `n` or more.
+          n: number of contracted axes.
+
+        Returns:
+          A `QArray` of the shape of `x`, with the static scale if the scheme has one.
+
+        >>> W8A8().quantize_activation(jnp.ones((5, 3, 4)), 2)
+        QArray(int8[5,3,4], scale=float32[5,1,1])
+        >>> W8A8(activation_scale=0.5).quantize_activation(jnp.ones((5, 3, 4)), 2)
+        QArray(int8[5,3,4], scale=float32[1,1,1])
+        """
+        per_token = self.activation == "per_token" and self.activation_scale is None
+        return quantize(
+            x,
+            self.dtype,
+            axis=tuple(range(x.ndim - n, x.ndim)) if per_token else None,
+            symmetric=self.symmetric,
+            scale=self.activation_scale,
+            zero_point=self.activation_zero_point,
+        )
+
+    @property
+    def takes_calibration(self) -> bool:
+        """Whether a calibration is to find the scale of the activations."""
+        return self.activation == "per_tensor" and self.activation_scale is None
+
+    def static_range(self, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The static scale and zero point for activations that were seen between `low` and `high`.
+
+        Args:
+          low, high: float32 arrays of one shape, () for one layer.
+
+        Returns:
+          Scale float32 and zero point int32 (None where symmetric) of that shape.
+
+        >>> scale, zero_point = W8A8(symmetric=False).static_range(jnp.float32(-1.0), jnp.float32(1.55))
+        >>> round(float(scale), 6), int(zero_point)
+        (0.01, -28)
+        """
+        q = quantize(jnp.stack([low, high], axis=-1), self.dtype, axis=-1, symmetric=self.symmetric)
+        return q.scale[..., 0], None if q.zero_point is None else q.zero_point[..., 0]
+
+    def with_static(self, scale: Any, zero_point: Any = None) -> "W8A8":
+        """The scheme with this static activation scale and zero point; without one where `scale` is None."""
+        return dataclasses.replace(self, activation_scale=scale, activation_zero_point=zero_point)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,17 +174,6 @@ def check_scheme(scheme):
     """Raises TypeError if `scheme` is no W8A8."""
     if not isinstance(scheme, W8A8):
         raise TypeError(f"scheme is {scheme!r}, needs a W8A8")
-
-
-def check_qtype(name, qtype):
-    """`qtype` as a dtype, or a TypeError that names the argument `name`."""
-    try:
-        dtype = jnp.dtype(qtype)
-    except TypeError:
-        dtype = None
-    if dtype not in QTYPES:
-        raise TypeError(f"{name} is {qtype!r}, needs {' or '.join(map(str, QTYPES))}")
-    return dtype
 
 
 def _check_scalar(name, value, kind):

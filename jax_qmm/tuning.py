@@ -1,10 +1,11 @@
-"""Tuning files: the kernels that `python -m jax_qmm tune` measured to be the fastest, for later processes.
+"""What was measured of GPUs: the costs by which kernels are chosen, and the fastest kernels for some products.
 
-The package brings one for each GPU in jax_qmm/tuned; the user's own goes before it, product by product.
-A process reads the file when it first lowers or explains a product for a GPU. One that only calls programs
-exported elsewhere lowers none, and keeps the kernels that the cost model chooses. Kernels are stored in
-words, so that the file outlives a build whose table has another order. Results of 16 bits have the same
-kernels: what is tuned for bfloat16 serves float16 too, and the other way round; of both, the last one counts.
+A file is of one model of GPU. The package brings some in jax_qmm/tuned, which describe the GPU too; a GPU without
+one gets the costs of another. `python -m jax_qmm tune` writes the user's own, whose products go before the
+package's. A process reads the descriptions and costs when it loads the extension, and the products when it first
+lowers, explains or runs a product on a GPU. Kernels are stored in words, so that the file outlives a build whose
+table has another order. Results of 16 bits have the same kernels: what is tuned for bfloat16 serves float16 too,
+and the other way round; of both, the last one counts.
 """
 
 import json
@@ -12,13 +13,15 @@ import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FORMAT = "jax_qmm tuning 1"
+OP = "scaled_mm"  # the only one whose kernels are chosen so
+PACKAGED = Path(__file__).with_name("tuned")
 
 
 class Product(NamedTuple):
-    """What a kernel is chosen for, in the order of the extension's arguments.
+    """What a kernel is chosen for, in the order of the extension's ScaledMmProblem.
 
     Attributes:
       m: rows of a.
@@ -51,6 +54,26 @@ class Entry(NamedTuple):
     microseconds: float
 
 
+class Cost(NamedTuple):
+    """What the cost model takes a kernel's time from, in the order of the extension's set_scaled_mm_cost.
+
+    Attributes:
+      dtype: of the operands.
+      kernel: its words, without the swizzle.
+      k_tile: microseconds of one K tile in every SM.
+      tile: microseconds of a tile's end.
+      launch: microseconds of a launch.
+      reading: the time of the operands' and the result's bytes, against a copy's.
+    """
+
+    dtype: str
+    kernel: str
+    k_tile: float
+    tile: float
+    launch: float
+    reading: float
+
+
 class RefusedError(ValueError):
     """A tuning file that can't serve this process; the message says why."""
 
@@ -70,53 +93,98 @@ def path() -> Path | None:
 
 
 def packaged(gpu) -> Path:
-    """The file that the package brings for the JAX device `gpu`, if it has one.
+    """The file that the package brings for the extension's `gpu`, if it has one.
 
     >>> import types
-    >>> packaged(types.SimpleNamespace(device_kind="NVIDIA H200")).name
+    >>> packaged(types.SimpleNamespace(name="NVIDIA H200")).name
     'nvidia-h200.json'
     """
-    return Path(__file__).with_name("tuned") / f"{gpu.device_kind.lower().replace(' ', '-')}.json"
+    return PACKAGED / f"{gpu.name.lower().replace(' ', '-')}.json"
 
 
-def choices(kernels, product: Product) -> dict[str, tuple[int, int]]:
-    """The kernels of the extension `kernels` that serve `product`, by their words."""
-    return {kernels.describe_scaled_mm(choice): choice for choice in kernels.scaled_mm_choices(*product)}
+def choices(kernels, product: Product, gpu) -> dict[str, tuple[int, int]]:
+    """The kernels of the extension `kernels` that serve `product` on `gpu`, by their words."""
+    return {kernels.describe_scaled_mm(choice): choice for choice in kernels.ScaledMmProblem(*product).choices(gpu)}
+
+
+def describe_gpus(kernels) -> None:
+    """Gives the extension `kernels` the descriptions and costs of the GPUs that the package has files of."""
+    for file in sorted(PACKAGED.glob("*.json")):
+        content = _read(file)
+        model = content["device_kind"], content["sm_count"]
+        described = content["gpu"]
+        sms = {int(blocks): count for blocks, count in described["cluster_sms"].items()}
+        kernels.describe_gpu(*model, **described | {"cluster_sms": sms})
+        gpu = kernels.Gpu(*model, described["arch"])
+        for cost in load_costs(file):
+            kernels.set_scaled_mm_cost(gpu, *cost)
+
+
+def h200() -> dict[str, Any]:
+    """What the package's file says of the H200 as a GPU: its copy rate, its peak and so on."""
+    return _read(PACKAGED / "nvidia-h200.json")["gpu"]
+
+
+def default_gpu(kernels):
+    """The extension's description of the GPU that programs are taken to be for in a process without one: an H200."""
+    content = _read(PACKAGED / "nvidia-h200.json")
+    return kernels.Gpu(content["device_kind"], content["sm_count"], content["gpu"]["arch"])
+
+
+def load_costs(path: Path) -> list[Cost]:
+    """The costs in a file of the package."""
+    return [Cost(*(fields[name] for name in Cost._fields)) for fields in _read(path)["costs"]]
 
 
 def save(path: Path, gpu, entries: Iterable[Entry]) -> None:
-    """Replaces the file at once, so that no reader ever sees half of it.
+    """Replaces the products of a file, at once, so that no reader ever sees half of it.
+
+    Its description of the GPU and its costs, if it has them, stay.
 
     Args:
       path: of the file; missing folders are made.
-      gpu: the JAX device that was measured.
-      entries: all that the file shall hold.
+      gpu: the extension's GPU that was measured.
+      entries: all products that the file shall hold.
 
     Raises:
       OSError: if the file can't be written.
     """
     products = [
-        {**e.product._asdict(), "kernel": e.kernel, "microseconds": round(e.microseconds, 3)} for e in sorted(entries)
+        {"op": OP} | e.product._asdict() | {"kernel": e.kernel, "microseconds": round(e.microseconds, 3)}
+        for e in sorted(entries)
     ]
+    _update(path, gpu, products=products)
+
+
+def save_costs(path: Path, gpu, costs: Iterable[Cost]) -> None:
+    """Replaces the costs of a file, as `save` does its products."""
+    _update(path, gpu, costs=[{"op": OP} | cost._asdict() for cost in costs])
+
+
+def _update(path, gpu, **lists):
+    content = {"format": FORMAT, "device_kind": gpu.name, "sm_count": gpu.sm_count}
+    try:
+        content |= _read(path)
+    except RefusedError:
+        content["products"] = []
+    content |= lists
     # One line an entry: small, and readable in a diff.
-    lines = ",\n".join("  " + json.dumps(product) for product in products)
-    head = json.dumps({"format": FORMAT, "device_kind": gpu.device_kind, "sm_count": gpu.core_count})
+    sections = [
+        f'"{name}": [\n' + ",\n".join("  " + json.dumps(entry) for entry in content.pop(name)) + "\n]"
+        for name in ("costs", "products")
+        if name in content
+    ]
+    text = ",\n".join([json.dumps(content)[:-1], *sections])
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(f'{head[:-1]}, "products": [\n{lines}\n]}}\n', encoding="utf-8")
+        temporary.write_text(text + "}\n", encoding="utf-8")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def load(path: Path, kernels, gpu) -> list[Entry]:
-    """Reads a tuning file for the extension `kernels` and the JAX device `gpu`.
-
-    Raises:
-      RefusedError: if the file can't be read, is no tuning file, or is one of another GPU or of kernels that
-        this build lacks.
-    """
+def _read(path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -125,8 +193,19 @@ def load(path: Path, kernels, gpu) -> list[Entry]:
         raise RefusedError(f"it is no JSON ({error})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RefusedError(f'it does not have the format "{FORMAT}"')
-    measured = _gpu(content.get("device_kind"), content.get("sm_count"))
-    if measured != (present := _gpu(gpu.device_kind, gpu.core_count)):
+    return content
+
+
+def load(path: Path, kernels, gpu) -> list[Entry]:
+    """Reads the products of a tuning file for the extension `kernels` and its GPU `gpu`.
+
+    Raises:
+      RefusedError: if the file can't be read, is no tuning file, or is one of another GPU or of kernels that
+        this build lacks.
+    """
+    content = _read(path)
+    measured = _model(content.get("device_kind"), content.get("sm_count"))
+    if measured != (present := _model(gpu.name, gpu.sm_count)):
         raise RefusedError(f"it was measured on {measured}; this is {present}")
     try:
         entries = [_entry(fields) for fields in content["products"]]
@@ -134,7 +213,7 @@ def load(path: Path, kernels, gpu) -> list[Entry]:
         raise RefusedError(f"its products are malformed ({error!r})") from None
     for entry in entries:
         try:
-            known = entry.kernel in choices(kernels, entry.product)
+            known = entry.kernel in choices(kernels, entry.product, gpu)
         except (TypeError, ValueError):  # a number or a dtype that the extension does not take
             raise RefusedError(f"there is no product {entry.product}") from None
         if not known:
@@ -142,11 +221,13 @@ def load(path: Path, kernels, gpu) -> list[Entry]:
     return entries
 
 
-def _gpu(device_kind, sm_count):
-    return f"{device_kind} with {sm_count} SMs"
+def _model(name, sm_count):
+    return f"{name} with {sm_count} SMs"
 
 
 def _entry(fields):
+    if fields["op"] != OP:
+        raise TypeError(f"op is {fields['op']!r}")
     kinds = Product.__annotations__ | {"kernel": str, "microseconds": (int, float)}
     for name, kind in kinds.items():
         if not isinstance(fields[name], kind):
@@ -155,28 +236,33 @@ def _entry(fields):
     return Entry(Product(*product), kernel, microseconds)
 
 
-def apply(kernels, gpu) -> None:
-    """Makes the extension `kernels` use the package's tuning file and this process's; warns if the latter is refused.
+def apply(kernels, gpus) -> None:
+    """Makes the extension use the package's tuning files and this process's; warns if no GPU takes the latter.
 
     Args:
       kernels: the extension module.
-      gpu: the JAX device that it runs on.
+      gpus: the extension's GPUs that it runs on, one of each model.
     """
     own = path()
     if own is None:
         return
-    entries = []
-    for file in (packaged(gpu), own):
-        try:
-            entries += load(file, kernels, gpu)
-        except RefusedError as error:
-            # Nobody said that there is one: the package has none for most GPUs, and few users have one.
-            expected = file is own and ("JAX_QMM_TUNING" in os.environ or not isinstance(error.__cause__, OSError))
-            if expected:
-                warnings.warn(
-                    f"the tuning file {file} is refused: {error}. The defaults serve; remove the file, "
-                    "or set JAX_QMM_TUNING to another or to 0.",
-                    stacklevel=2,
-                )
-    for entry in entries:
-        kernels.tune_scaled_mm(*entry.product, choices(kernels, entry.product)[entry.kernel])
+    refusals = []
+    for gpu in gpus:
+        entries = []
+        for file in (packaged(gpu), own):
+            try:
+                entries += load(file, kernels, gpu)
+            except RefusedError as error:
+                if file is own:  # the package has none for most GPUs
+                    refusals.append(error)
+        for entry in entries:
+            choice = choices(kernels, entry.product, gpu)[entry.kernel]
+            kernels.ScaledMmProblem(*entry.product).tune(choice, gpu)
+    # Few users have a file where nobody named one.
+    expected = "JAX_QMM_TUNING" in os.environ or not all(isinstance(error.__cause__, OSError) for error in refusals)
+    if len(refusals) == len(gpus) > 0 and expected:
+        warnings.warn(
+            f"the tuning file {own} is refused: {refusals[0]}. The defaults serve; remove the file, "
+            "or set JAX_QMM_TUNING to another or to 0.",
+            stacklevel=2,
+        )

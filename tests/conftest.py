@@ -1,8 +1,10 @@
 """Eight CPU devices for the sharding tests, and no tuning file of the machine's.
 
-Tests marked `gpu` need a GPU that the installed kernels fit.
+Tests marked `gpu` need a GPU that the installed kernels fit, or with --emulator the build of tests/emulator, which runs
+the kernels on the CPU; then they alone run. One that can't says why in its marker: `gpu(not_emulated="...")`.
 """
 
+import collections
 import importlib.util
 import os
 import subprocess
@@ -17,43 +19,110 @@ import hypothesis
 import jax
 import pytest
 
-from jax_qmm import _ffi
+from jax_qmm import _extension
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("default")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--emulator", action="store_true", help="run the tests marked gpu, on the emulator instead of a GPU"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--emulator"):
+        _load_emulator()
+
+
+def _load_emulator():
+    """Makes the kernels of tests/emulator's build those of the package."""
+    build = Path(__file__).parents[1] / "build" / "emulator"
+    found = [*build.glob("_kernels*.so")]
+    if not found:
+        raise pytest.UsageError(f"--emulator: there are no kernels in {build}; run `python tests/emulator/build.py`")
+    root = Path(__file__).parents[1]
+    sources = [*root.glob("cuda/**/*.*"), *root.glob("tests/emulator/**/*.*"), root / "CMakeLists.txt"]
+    compiled = (".cc", ".cu", ".h", ".cuh", ".def", ".txt", ".cmake")
+    newest = max((path for path in sources if path.suffix in compiled), key=lambda path: path.stat().st_mtime)
+    if newest.stat().st_mtime > found[0].stat().st_mtime:
+        raise pytest.UsageError(f"--emulator: {newest} is newer than the kernels; run `python tests/emulator/build.py`")
+    os.environ.setdefault("EMU_CHECK", "all")
+    os.environ.setdefault("EMU_MAX_REPORTS", "5")
+    spec = importlib.util.spec_from_file_location("jax_qmm._kernels", found[0])
+    sys.modules["jax_qmm._kernels"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["jax_qmm._kernels"])
+    _extension._load.cache_clear()
+    _extension._load()
+
+
 def _no_gpu():
     """Why tests marked `gpu` can't run here, or None."""
-    if not _ffi._gpus():
-        return "no GPU"
-    return _ffi.fallback_reason("cuda")
+    if not _extension._gpus():
+        return "no GPU (pytest --emulator runs these tests without one)"
+    return _extension.fallback_reason(_extension.platform())
 
 
-def pytest_collection_modifyitems(items):
-    reason = _no_gpu()
+def pytest_collection_modifyitems(config, items):
+    emulated, no_gpu, chosen = config.getoption("--emulator"), _no_gpu(), []
     for item in items:
-        if reason and item.get_closest_marker("gpu"):
+        gpu, own = item.get_closest_marker("gpu"), item.get_closest_marker("emulator")
+        if own or (gpu and emulated):
+            reason = None if emulated else "a test of the emulator: pytest --emulator"
+            reason = reason or (gpu and gpu.kwargs.get("not_emulated"))
+        else:
+            reason = gpu and no_gpu
+        if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+        if gpu or own or not emulated:
+            chosen.append(item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 @pytest.fixture(autouse=True)
 def device(request):
-    """Tests marked `gpu` run on the first GPU, all others on the CPU, wherever they are."""
-    platform = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
+    """Tests marked `gpu` run where the kernels do, all others on the CPU."""
+    platform = _extension.platform() if request.node.get_closest_marker("gpu") else "cpu"
     with jax.default_device(jax.devices(platform)[0]):
         yield
 
 
 @pytest.fixture
+def emulated(request):
+    """Whether the kernels run on the emulator: for tests that take smaller sizes there."""
+    return request.config.getoption("--emulator")
+
+
+@pytest.fixture
 def extension():
-    """The extension, whose host code runs without a GPU too, and whose choices a test may fix; skips where it is not built."""
-    kernels, why = _ffi._load()
+    """The extension, whose host code needs no GPU, and whose choices a test may fix; skips where it is not built."""
+    kernels, why = _extension._load()
     if kernels is None:
         pytest.skip(why)
     kernels.clear_scaled_mm_tuning()
     yield kernels
     kernels.clear_scaled_mm_tuning()
+
+
+@pytest.fixture
+def on_reference(monkeypatch):
+    """Runs a function by the reference on the CPU, also where that is what the kernels run on (--emulator)."""
+
+    def run(f, *args):
+        cpu = jax.devices("cpu")[0]
+        with monkeypatch.context() as patch, jax.default_device(cpu):
+            patch.setattr(_extension, "fallback_reason", lambda *where: "a test asks for the reference")
+            return jax.jit(lambda *args: f(*args))(*jax.device_put(args, cpu))
+
+    return run
+
+
+@pytest.fixture
+def gpu(extension):
+    """The extension's description of the GPU that tests marked `gpu` run on, or of an H200."""
+    return _extension.gpu()
 
 
 @pytest.fixture(scope="session")
@@ -84,3 +153,17 @@ def run_for_h200():
         return done.stdout
 
     return run
+
+
+def pytest_collection_finish(session):
+    """JAX_QMM_REQUIRE_GPU=1: no run passes because its GPU tests were skipped."""
+    required = os.environ.get("JAX_QMM_REQUIRE_GPU") == "1"
+    if required and any(item.get_closest_marker("gpu") for item in session.items) and (reason := _no_gpu()):
+        raise pytest.UsageError(f"JAX_QMM_REQUIRE_GPU=1, and the tests marked gpu can't run: {reason}")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A line for each reason to skip: pytest's own have one for each reason and file."""
+    reports = terminalreporter.stats.get("skipped", [])
+    for reason, count in collections.Counter(report.longrepr[2] for report in reports).most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

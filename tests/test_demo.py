@@ -8,8 +8,7 @@ from flax import nnx
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from jax_qmm import __main__ as command_line
-from jax_qmm import demo
+from jax_qmm import __main__ as command_line, demo
 
 TITLE = "digits"
 
@@ -101,16 +100,12 @@ def test_the_command_prints_the_table_and_writes_the_png(results, monkeypatch, t
     assert "Times of the reference" in out
 
 
-def test_no_command_prints_the_help(capsys):
-    assert command_line.main([]) == 0
-    assert "demo" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--png", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
         (["--png", "/"], "/ is a folder"),
+        (["--png", "demo.txt"], "demo.txt would be a PNG: name a file that ends in .png"),
         (["--epochs", "0"], "0 is not positive"),
     ],
 )
@@ -126,12 +121,3 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
     with pytest.raises(SystemExit, match=r"'optax'.*pip install \"jax_qmm\[demo\]\""):
         command_line.main(["demo"])
-
-
-def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys):
-    def interrupt(**options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "main", interrupt)
-    assert command_line.main(["demo"]) == 130
-    assert capsys.readouterr().err == "\ninterrupted\n"

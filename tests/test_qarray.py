@@ -87,6 +87,60 @@ def test_survives_tree_map_jit_and_repr(q):
     assert repr(jax.eval_shape(lambda q: q, q)) == repr(q)
 
 
+@pytest.mark.parametrize(
+    "shape, axis, view, new",
+    [
+        ((6, 8), 1, (0, 1), (2, 3, 8)),
+        ((6, 8), 1, (0, 1), (6, 2, -1)),
+        ((6, 8), 1, (1, 0), (2, 4, 3, 2)),
+        ((4, 6, 8), (1, 2), (0, 1, 2), (4, 48)),
+        ((4, 6, 8), 2, (0, 1, 2), (24, 8)),
+        ((4, 6, 8), 2, (2, 0, 1), (8, 24)),
+        ((4, 6, 8), (0, 1, 2), (0, 1, 2), (192,)),
+        ((6, 8), 1, (1, 0), (8, 1, 6, 1)),
+        ((1, 6, 1, 8), 3, (0, 1, 2, 3), (6, 8)),
+    ],
+)
+def test_reshape_keeps_the_values(shape, axis, view, new):
+    q = make(shape, axis=axis, symmetric=False).transpose(view)
+    got = q.reshape(*new)
+    assert got.shape == q.dequantize().reshape(new).shape
+    np.testing.assert_array_equal(got.dequantize(), q.dequantize().reshape(new))
+    assert_equal(q.reshape(new), got)
+
+
+@pytest.mark.parametrize(
+    "q, shape",
+    [
+        (lambda: make((4, 6)), (24,)),  # rows have scales of their own
+        (lambda: make((4, 6)).T, (24,)),
+        (lambda: make((4, 6, 8), axis=(1, 2)).transpose(0, 2, 1), (4, 48)),
+        (lambda: make((4, 6), tile_size=3), (4, 2, 3)),
+    ],
+)
+def test_a_reshape_that_scales_do_not_follow_is_refused(q, shape):
+    with pytest.raises(ValueError, match=r"QArray\(int8.* has no shape .* scales or memory divide the axes"):
+        q().reshape(shape)
+    with pytest.raises(TypeError, match="cannot reshape"):
+        q().reshape(5)
+
+
+def test_astype_changes_the_scale():
+    q = make((4, 6), symmetric=False)
+    half = q.astype(jnp.bfloat16)
+    assert half.dtype == half.dequantize().dtype == jnp.bfloat16 and half.qvalue is q.qvalue
+    with pytest.raises(TypeError, match="dtype is int8, needs float32, bfloat16, float16"):
+        q.astype(jnp.int8)
+
+
+def test_the_operator_is_matmul():
+    x, q = np.ones((2, 6), np.float32), make((6, 4), axis=0)
+    np.testing.assert_array_equal(x @ q, jax_qmm.matmul(x, q))
+    np.testing.assert_array_equal(jnp.asarray(x) @ q, jax_qmm.matmul(x, q))
+    np.testing.assert_array_equal(q.T @ x.T, jax_qmm.matmul(q.T, x.T))
+    np.testing.assert_array_equal(jax.jit(lambda q: q.T @ q)(q), jax_qmm.matmul(q.T, q))
+
+
 def test_maps_over_a_leading_axis():
     stack = make((3, 4, 6), symmetric=False).mT.with_azp_adj(1)
     one = lambda i: jax.tree.map(lambda leaf: leaf[i], stack)
@@ -149,6 +203,28 @@ def test_goes_to_devices_with_shardings():
     assert_equal(placed, q)
     each = jax.tree.map(lambda leaf: NamedSharding(mesh, P(*("d" if n == 16 else None for n in leaf.shape))), q)
     assert_equal(jax.device_put(q, each), q)
+
+
+def test_its_sharding_places_another_array_alike():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    q = make((16, 8)).T
+    placed = jax.device_put(q, NamedSharding(mesh, P("d", None)))
+    assert jax.device_put(q, placed.sharding).qvalue.sharding.spec == P("d", None)
+    assert jax.eval_shape(lambda: q).sharding is not None
+    assert jax.jit(lambda q: q if q.sharding else None)(q) is not None
+
+
+def test_nnx_eval_shape_keeps_it_under_a_mesh():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(make((8, 4)).T)
+
+    with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))):
+        abstract = nnx.eval_shape(Layer)
+    assert isinstance(abstract.kernel[...], QArray)
+    assert jax.tree.structure(nnx.state(abstract)) == jax.tree.structure(nnx.state(Layer()))
 
 
 def test_sums_are_of_the_stored_values():

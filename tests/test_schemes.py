@@ -27,17 +27,42 @@ def test_a_static_scale_can_be_a_tracer():
     assert seen == ["W8A8(int8, per_tensor static, asymmetric)"]
 
 
+def test_weights_get_a_scale_per_channel_and_are_stored_with_the_contracted_axes_last():
+    kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 5)), jnp.float32)
+    for scheme in (jax_qmm.W8A8(), jax_qmm.W8A8(symmetric=False)):
+        q = scheme.quantize_weight(kernel, (-3, -2))  # a stack of two
+        want = jax_qmm.quantize(kernel.reshape(2, 12, 5).mT)
+        np.testing.assert_array_equal(q.qvalue.reshape(2, 5, 12), want.qvalue)
+        np.testing.assert_array_equal(q.scale.reshape(2, 5, 1), want.scale)
+        assert q.shape == kernel.shape and (q.azp_adj is None) == scheme.symmetric
+    np.testing.assert_array_equal(q.azp_adj.reshape(2, 5), want.qvalue.sum(-1, dtype=jnp.int32))
+
+
+@pytest.mark.parametrize("activation", ["per_token", "per_tensor"])
+def test_activations_are_quantized_as_the_scheme_says(activation):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
+    scheme = jax_qmm.W8A8(symmetric=False, activation=activation)
+    q = scheme.quantize_activation(x, 2)
+    assert q.scale.shape == ((2, 1, 1) if activation == "per_token" else (1, 1, 1))
+    # A calibration that saw just these values gives what is computed from the data.
+    static = scheme.with_static(*scheme.static_range(x.min(), x.max()))
+    assert scheme.takes_calibration == (activation == "per_tensor") and not static.takes_calibration
+    assert str(static) == "int8, per_tensor static, asymmetric" and static.with_static(None) == scheme
+    if activation == "per_tensor":
+        np.testing.assert_array_equal(static.quantize_activation(x, 2).qvalue, q.qvalue)
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [
         ({"dtype": jnp.int4}, TypeError, "dtype is .*int4.*, needs int8 or float8_e4m3fn"),
-        ({"dtype": "fp8"}, TypeError, "dtype is 'fp8'"),
+        ({"dtype": "fp4"}, TypeError, "dtype is 'fp4'"),
         ({"activation": "token"}, ValueError, "activation is 'token', needs 'per_token' or 'per_tensor'"),
         ({"dtype": jnp.float8_e4m3fn, "symmetric": False}, ValueError, "symmetric=False .* needs int8"),
         ({"symmetric": "no"}, TypeError, "symmetric is 'no', needs True or False"),
         ({"activation_scale": 1}, TypeError, "activation_scale has dtype int32"),
         ({"activation_scale": [1.0]}, TypeError, r"activation_scale is \[1.0\], needs a number or an array"),
-        ({"activation_scale": "a"}, TypeError, "activation_scale is 'a', needs a number or an array"),
+        ({"activation_scale": "0.1"}, TypeError, "activation_scale is '0.1', needs a number or an array"),
         (
             {"activation_scale": np.ones(3, np.float32)},
             ValueError,

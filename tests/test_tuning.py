@@ -3,45 +3,61 @@
 import json
 import types
 import warnings
+from typing import NamedTuple
 
 import pytest
 
-from jax_qmm import _ffi, tuning
+from jax_qmm import _extension, tuning
 from jax_qmm.tuning import Entry, Product
 
-GPU = types.SimpleNamespace(device_kind="NVIDIA H200", core_count=132, compute_capability="9.0")
+DEVICE = types.SimpleNamespace(device_kind="NVIDIA H200", core_count=132, compute_capability="9.0", local_hardware_id=0)
+GPU = types.SimpleNamespace(name="NVIDIA H200", sm_count=132, arch=90)
 INT8 = Product(16, 6144, 4096, 1, "int8", "bfloat16", False)
 FP8 = Product(1, 4096, 4096, 1, "float8_e4m3fn", "float16", True)
 ENTRIES = [Entry(FP8, "narrow", 9.5), Entry(INT8, "wide", 10.25)]
 
 
 class Extension:
-    """Has two kernels for any product that is aligned, and fixes what it is told to."""
+    """Has the same kernels for any product that is aligned, and fixes what it is told to."""
+
+    Gpu = types.SimpleNamespace(of_device=lambda device: GPU)
 
     def __init__(self, *kernels):
         self.kernels, self.tuned = kernels, {}
 
-    def architectures(self):
-        return ["90a"]
+    def driver_version(self):
+        return 13000
 
-    def scaled_mm_choices(self, m, n, k, batch, dtype, out_dtype, fast_accum):
-        if dtype not in ("int8", "float8_e4m3fn"):
-            raise ValueError(f"no kernel has operands of dtype {dtype}")
-        return [(i, 1) for i in range(len(self.kernels) if k % 16 == 0 else 1)]
+    def why_unfit(self, name, capability, driver):
+        return "" if capability == 90 else f"{name} is unfit"
 
     def describe_scaled_mm(self, choice):
         return self.kernels[choice[0]]
 
-    def select_scaled_mm(self, *arguments):
-        *product, _ = arguments
-        return self.tuned.get(tuple(product), (0, 1))
+    def scaled_mm_costs_of(self, gpu):
+        return gpu.name
 
-    def tune_scaled_mm(self, *arguments):
-        *product, choice = arguments
-        self.tuned[tuple(product)] = choice
+    def ScaledMmProblem(self, *product):  # noqa: N802, a class of the extension
+        return Problem(self, Product(*product))
 
-    def tuned_scaled_mm(self, *product):
-        return product[0] if product in self.tuned else None
+
+class Problem(NamedTuple):
+    extension: Extension
+    product: Product
+
+    def choices(self, gpu):
+        if self.product.dtype not in ("int8", "float8_e4m3fn"):
+            raise ValueError(f"no kernel has operands of dtype {self.product.dtype}")
+        return [(i, 1) for i in range(len(self.extension.kernels) if self.product.k % 16 == 0 else 1)]
+
+    def select(self, gpu):
+        return self.extension.tuned.get(self.product, (0, 1))
+
+    def tune(self, choice, gpu):
+        self.extension.tuned[self.product] = choice
+
+    def tuned(self, gpu):
+        return self.product.m if self.product in self.extension.tuned else None
 
 
 @pytest.fixture
@@ -80,7 +96,7 @@ def test_a_save_that_fails_keeps_the_file(kernels, file, monkeypatch):
 
 def test_kernels_are_found_by_their_words(file):
     other_build = Extension("generic", "wide", "new", "narrow")
-    tuning.apply(other_build, GPU)
+    tuning.apply(other_build, [GPU])
     assert other_build.tuned == {INT8: (1, 1), FP8: (3, 1)}
 
 
@@ -101,7 +117,8 @@ def _edited_product(**fields):
         (_edited(sm_count=114), "measured on NVIDIA H200 with 114 SMs"),
         (_edited(products=None), "malformed"),
         (_edited(products=[1]), "malformed"),
-        (_edited(products=[{"m": 1}]), "malformed.*'n'"),
+        (_edited(products=[{"op": "scaled_mm", "m": 1}]), "malformed.*'n'"),
+        (_edited_product(op="conv"), "malformed.*op is 'conv'"),
         (_edited_product(m="1"), "malformed.*m is '1'"),
         (_edited_product(microseconds=None), "malformed.*microseconds is None"),
         (_edited_product(dtype="int4"), "no product int4 to float16, M 1, N 4096, K 4096"),
@@ -129,7 +146,7 @@ def test_a_file_that_is_named_and_missing_is_refused(kernels, file):
 
 def _is_refused(kernels, file, reason):
     with pytest.warns(UserWarning, match=reason) as caught:
-        tuning.apply(kernels, GPU)
+        tuning.apply(kernels, [GPU])
     assert f"the tuning file {file} is refused" in str(caught[0].message)
     assert kernels.tuned == {}  # not even the entries that are good
 
@@ -140,7 +157,7 @@ def test_none_is_loaded_where_the_environment_says_so(kernels, monkeypatch, tmp_
     tuning.save(tuning.default_path(), GPU, ENTRIES)
     monkeypatch.setenv("JAX_QMM_TUNING", value)
     assert tuning.path() is None
-    tuning.apply(kernels, GPU)
+    tuning.apply(kernels, [GPU])
     assert kernels.tuned == {}
 
 
@@ -153,13 +170,13 @@ def test_default_path(kernels, monkeypatch, tmp_path):
     assert tuning.path() == tmp_path / "cache" / "jax_qmm" / "tuning.json"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tuning.apply(kernels, GPU)  # no file, no warning
+        tuning.apply(kernels, [GPU])  # no file, no warning
         (tmp_path / "cache").write_text("")  # a folder that can't be entered
-        tuning.apply(kernels, GPU)
+        tuning.apply(kernels, [GPU])
     assert kernels.tuned == {}
     (tmp_path / "cache").unlink()
     tuning.save(tuning.path(), GPU, ENTRIES)
-    tuning.apply(kernels, GPU)
+    tuning.apply(kernels, [GPU])
     assert kernels.tuned == {INT8: (2, 1), FP8: (1, 1)}
 
 
@@ -168,26 +185,72 @@ def test_the_users_file_goes_before_the_packages(kernels, file, monkeypatch, tmp
     other = INT8._replace(m=32)
     tuning.save(packaged, GPU, [Entry(INT8, "narrow", 10.0), Entry(other, "narrow", 11.0)])
     monkeypatch.setattr(tuning, "packaged", lambda gpu: packaged)
-    tuning.apply(kernels, GPU)
+    tuning.apply(kernels, [GPU])
     assert kernels.tuned == {INT8: (2, 1), FP8: (1, 1), other: (1, 1)}
     kernels.tuned.clear()
     packaged.write_text("of another version")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tuning.apply(kernels, GPU)
+        tuning.apply(kernels, [GPU])
     assert kernels.tuned == {INT8: (2, 1), FP8: (1, 1)}
     kernels.tuned.clear()
     monkeypatch.setenv("JAX_QMM_TUNING", "0")
-    tuning.apply(kernels, GPU)
+    tuning.apply(kernels, [GPU])
     assert kernels.tuned == {}
 
 
-@pytest.mark.parametrize("packaged", tuning.packaged(GPU).parent.glob("*.json"), ids=lambda file: file.stem)
+PACKAGED = sorted(tuning.PACKAGED.glob("*.json"))
+
+
+@pytest.fixture
+def h200(extension):
+    return extension.Gpu(GPU.name, GPU.sm_count, GPU.arch)
+
+
+@pytest.mark.parametrize("packaged", PACKAGED, ids=lambda file: file.stem)
 def test_the_packages_files_are_of_kernels_that_there_are(extension, packaged):
     content = json.loads(packaged.read_text())
-    gpu = types.SimpleNamespace(device_kind=content["device_kind"], core_count=content["sm_count"])
+    gpu = extension.Gpu(content["device_kind"], content["sm_count"], content["gpu"]["arch"])
     assert tuning.packaged(gpu) == packaged
     assert len(tuning.load(packaged, extension, gpu)) == len(content["products"]) > 0
+
+
+@pytest.mark.parametrize("packaged", PACKAGED, ids=lambda file: file.stem)
+def test_the_packages_files_are_written_as_they_are_read(extension, packaged, tmp_path):
+    """So that neither `tune` nor benchmarks/cost_model.py changes what it does not measure."""
+    copy = tmp_path / packaged.name
+    copy.write_bytes(packaged.read_bytes())
+    content = json.loads(packaged.read_text())
+    gpu = extension.Gpu(content["device_kind"], content["sm_count"], content["gpu"]["arch"])
+    tuning.save(copy, gpu, tuning.load(packaged, extension, gpu))
+    tuning.save_costs(copy, gpu, tuning.load_costs(packaged))
+    assert copy.read_text() == packaged.read_text()
+
+
+def test_every_kernel_of_the_table_has_a_cost_on_the_h200(extension, h200):
+    costs = [(cost.dtype, cost.kernel) for cost in tuning.load_costs(tuning.packaged(h200))]
+    words = {
+        (dtype, extension.describe_scaled_mm((kernel, 1)).removesuffix(" swizzle 1"))
+        for dtype in ("int8", "float8_e4m3fn")
+        for out_dtype in ("bfloat16", "float32")
+        for fast_accum in (False, True)
+        for kernel, _ in extension.ScaledMmProblem(1, 4096, 4096, 1, dtype, out_dtype, fast_accum).choices(h200)
+        if kernel >= 0
+    }
+    assert words == set(costs) and len(words) == len(costs)
+
+
+def test_a_gpu_without_a_file_gets_the_costs_of_its_architecture(extension, h200):
+    fewer = extension.Gpu("NVIDIA H100 PCIe", 114, 90)
+    assert extension.scaled_mm_costs_of(h200) == extension.scaled_mm_costs_of(fewer) == "NVIDIA H200"
+    assert fewer.copy_rate == pytest.approx(h200.copy_rate * 114 / 132)
+    problem = extension.ScaledMmProblem(4096, 4096, 4096, 1, "int8", "bfloat16", False)
+    kernel = "sm90 128x128x128 cluster 1x1 pingpong swizzle 1"
+    (choice,) = (choice for choice in problem.choices(h200) if extension.describe_scaled_mm(choice) == kernel)
+    assert problem.terms(choice, h200)[0] == 8  # rounds of 132, of 32 x 32 tiles
+    assert problem.terms(choice, fewer)[0] == 9
+    with pytest.raises(ValueError, match="no GPU of compute capability 80 is described"):
+        extension.Gpu("NVIDIA A100", 108, 80)
 
 
 @pytest.mark.parametrize(("n", "k", "batch"), [(4096, 4096, 1), (57344, 8192, 1), (128, 64, 3), (4096, 4096, 1024)])
@@ -202,10 +265,10 @@ def test_the_packages_files_are_of_kernels_that_there_are(extension, packaged):
         ("float8_e4m3fn", "float32", False),
     ],
 )
-def test_aligned_products_get_a_kernel_made_for_hopper(extension, dtype, out_dtype, fast_accum, n, k, batch):
+def test_aligned_products_get_a_kernel_made_for_hopper(extension, h200, dtype, out_dtype, fast_accum, n, k, batch):
     """Not the one for any alignment, which is slower."""
     for m in (*range(1, 600), 4096, 100_000):
-        choice = extension.select_scaled_mm(m, n, k, batch, dtype, out_dtype, fast_accum, GPU.core_count)
+        choice = extension.ScaledMmProblem(m, n, k, batch, dtype, out_dtype, fast_accum).select(h200)
         assert extension.describe_scaled_mm(choice).startswith("sm90"), m
 
 
@@ -218,8 +281,8 @@ def test_aligned_products_get_a_kernel_made_for_hopper(extension, dtype, out_dty
     ],
 )
 @pytest.mark.parametrize(("dtype", "fast_accum"), [("int8", False), ("float8_e4m3fn", True)])
-def test_the_cost_model_chooses_by_how_tiles_fill_the_gpu(extension, dtype, fast_accum, m, n, k, kind):
-    choice = extension.select_scaled_mm(m, n, k, 1, dtype, "bfloat16", fast_accum, GPU.core_count)
+def test_the_cost_model_chooses_by_how_tiles_fill_the_gpu(extension, h200, dtype, fast_accum, m, n, k, kind):
+    choice = extension.ScaledMmProblem(m, n, k, 1, dtype, "bfloat16", fast_accum).select(h200)
     assert kind in extension.describe_scaled_mm(choice)
 
 
@@ -240,54 +303,67 @@ def test_the_cost_model_chooses_by_how_tiles_fill_the_gpu(extension, dtype, fast
         (FP8, {"fast_accum": False}, False),
     ],
 )
-def test_what_was_tuned_serves_products_like_it(extension, tuned, fields, found):
-    product = tuned._replace(**fields)
-    default = extension.select_scaled_mm(*product, GPU.core_count)
-    other = next(choice for choice in extension.scaled_mm_choices(*tuned) if choice != default)
-    extension.tune_scaled_mm(*tuned, other)
-    assert extension.tuned_scaled_mm(*product) == (tuned.m if found else None)
-    assert extension.select_scaled_mm(*product, GPU.core_count) == (other if found else default)
+def test_what_was_tuned_serves_products_like_it(extension, h200, tuned, fields, found):
+    problem = extension.ScaledMmProblem(*tuned._replace(**fields))
+    fixed = extension.ScaledMmProblem(*tuned)
+    default = problem.select(h200)
+    other = next(choice for choice in fixed.choices(h200) if choice != default)
+    fixed.tune(other, h200)
+    assert problem.tuned(h200) == (tuned.m if found else None)
+    assert problem.select(h200) == (other if found else default)
 
 
-def test_kernels_that_do_not_serve_a_product_are_refused(extension):
+def test_what_was_tuned_serves_gpus_of_the_same_model(extension, h200):
+    problem, slice_of_it = extension.ScaledMmProblem(*INT8), extension.Gpu("NVIDIA H200 MIG 1g.18gb", 16, 90)
+    problem.tune((-1, 1), h200)
+    assert problem.tuned(h200) == INT8.m and problem.tuned(slice_of_it) is None
+
+
+def test_kernels_that_do_not_serve_a_product_are_refused(extension, h200):
+    problem = extension.ScaledMmProblem(*INT8)
     for choice, message in ((10**6, 1), "no such kernel"), ((0, 3), "does not serve"), ((-2, 1), "does not serve"):
         with pytest.raises(ValueError, match=message):
-            extension.tune_scaled_mm(*INT8, choice)
+            problem.tune(choice, h200)
         with pytest.raises(ValueError, match=message):
-            extension.measure_scaled_mm(*INT8[:3], *INT8[4:], [choice], b"\0", 1)
+            problem.measure(choices=[choice], gpu=h200, pattern=b"\0", rounds=1)
     for pattern, rounds in (b"", 1), (b"\0", 0):
         with pytest.raises(ValueError, match="a pattern and a round"):
-            extension.measure_scaled_mm(*INT8[:3], *INT8[4:], [(-1, 1)], pattern, rounds)
+            problem.measure(choices=[(-1, 1)], gpu=h200, pattern=pattern, rounds=rounds)
 
 
 @pytest.fixture
 def process(kernels, monkeypatch):
     """A process on a GPU with the extension."""
-    monkeypatch.setattr(_ffi, "_load", lambda: (kernels, None))
-    monkeypatch.setattr(_ffi, "_gpus", lambda: [GPU])
-    _ffi._load_tuning.cache_clear()
+    monkeypatch.setattr(_extension, "_load", lambda: (kernels, None))
+    monkeypatch.setattr(_extension, "_gpus", lambda: [DEVICE])
+    _extension._load_tuning.cache_clear()
     yield kernels
-    _ffi._load_tuning.cache_clear()
+    _extension._load_tuning.cache_clear()
 
 
 def test_a_lowering_for_the_gpu_loads_the_file_once(process, file, monkeypatch):
-    assert _ffi.fallback_reason("cuda") is None
+    assert _extension.fallback_reason("cuda") is None
     assert process.tuned == {FP8: (1, 1), INT8: (2, 1)}
     process.tuned.clear()
-    assert _ffi.fallback_reason("cuda") is None
+    assert _extension.fallback_reason("cuda") is None
     assert process.tuned == {}
 
 
 def test_no_file_is_read_for_another_gpu(process, file, monkeypatch):
-    older = types.SimpleNamespace(compute_capability="8.0", device_kind="A100")
-    monkeypatch.setattr(_ffi, "_gpus", lambda: [older])
-    assert "A100" in _ffi.fallback_reason("cuda")
+    older = types.SimpleNamespace(compute_capability="8.0", device_kind="A100", local_hardware_id=0)
+    monkeypatch.setattr(_extension, "_gpus", lambda: [older])
+    assert "A100" in _extension.fallback_reason("cuda")
     assert process.tuned == {}
 
 
 def test_a_kernel_is_described_with_why_it_was_chosen(process, file, monkeypatch):
-    assert _ffi.describe_scaled_mm(*INT8) == "wide (tuned)"
-    assert _ffi.describe_scaled_mm(17, *INT8[1:]) == "generic (by the cost model)"
-    assert _ffi.describe_scaled_mm(16, 6144, 4097, *INT8[3:]) == "generic (the only one for this alignment)"
-    monkeypatch.setattr(process, "tuned_scaled_mm", lambda *product: 16)
-    assert _ffi.describe_scaled_mm(13, *INT8[1:]) == "generic (tuned at M 16)"
+    assert _extension.describe_scaled_mm(*INT8) == "wide (tuned)"
+    assert _extension.describe_scaled_mm(17, *INT8[1:]) == "generic (by the cost model)"
+    assert _extension.describe_scaled_mm(16, 6144, 4097, *INT8[3:]) == "generic (the only one for this alignment)"
+    monkeypatch.setattr(Problem, "tuned", lambda problem, gpu: 16)
+    assert _extension.describe_scaled_mm(13, *INT8[1:]) == "generic (tuned at M 16)"
+
+
+def test_costs_of_another_gpu_are_said(process, file, monkeypatch):
+    monkeypatch.setattr(process, "scaled_mm_costs_of", lambda gpu: "NVIDIA H100", raising=False)
+    assert _extension.describe_scaled_mm(17, *INT8[1:]) == "generic (by the cost model of NVIDIA H100)"

@@ -1,19 +1,9 @@
-// The handlers that bindings.cc hands to XLA.
+// The FFI targets of all ops. The file that defines an op's handlers adds its targets.
 #pragma once
 
+#include <vector>
+
 #include "xla/ffi/api/ffi.h"
-
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxQmmScaledMmInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxQmmScaledMm);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxQmmScaledMmRecord);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxQmmQuantizeInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxQmmQuantizeDynamic);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxQmmQuantizeDynamicRecord);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxQmmQuantizeStatic);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxQmmQuantizeStaticRecord);
-
-// Registers all targets with all their stages, while it is registered itself.
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxQmmRegister);
 
 namespace jax_qmm {
 
@@ -22,10 +12,15 @@ struct Target {
   XLA_FFI_Handler *initialize, *execute, *record;
 };
 
-inline constexpr Target kTargets[] = {
-    {"jax_qmm_scaled_mm", JaxQmmScaledMmInitialize, JaxQmmScaledMm, JaxQmmScaledMmRecord},
-    {"jax_qmm_quantize_dynamic", JaxQmmQuantizeInitialize, JaxQmmQuantizeDynamic, JaxQmmQuantizeDynamicRecord},
-    {"jax_qmm_quantize_static", JaxQmmQuantizeInitialize, JaxQmmQuantizeStatic, JaxQmmQuantizeStaticRecord},
+std::vector<Target> const& targets();
+
+// Adds a target as the extension is loaded: an object of this class stands beside the handlers.
+struct AddTarget {
+  explicit AddTarget(Target target);
 };
+
+// Registers all targets with all their stages, while it is registered itself; notes why it does not (`why_captured`)
+// where XLA's runtime is none that is known.
+XLA_FFI_Error* register_recording(XLA_FFI_CallFrame* frame);
 
 }  // namespace jax_qmm

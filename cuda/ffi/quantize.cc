@@ -1,9 +1,10 @@
 // jax_qmm_quantize_dynamic and jax_qmm_quantize_static: check the buffers, fill Quantize, launch or record.
 #include "quantize/quantize.h"
 
+#include "ffi/buffers.h"
+#include "ffi/device.h"
 #include "ffi/handlers.h"
-#include "ffi/helpers.h"
-#include "ffi/queue.h"
+#include "ffi/record.h"
 
 namespace jax_qmm {
 namespace {
@@ -37,26 +38,29 @@ ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer q, ffi::AnyBuffer scale, std::o
   return ffi::Error::Success();
 }
 
-ffi::Error dynamic(Queue const& queue, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> q,
-                   ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::BufferR1<ffi::U32>> workspace,
-                   std::optional<ffi::Result<ffi::AnyBuffer>> zero_point) {
+ffi::Error quantize_and_scale(Destination const& destination, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> q,
+                              ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::BufferR1<ffi::U32>> workspace,
+                              std::optional<ffi::Result<ffi::AnyBuffer>> zero_point) {
   Quantize problem;
   JAX_QMM_RETURN_IF_ERROR(read(x, *q, *scale, zero_point ? std::optional(**zero_point) : std::nullopt, problem));
   if (workspace->element_count() != 2) return ffi::Error::InvalidArgument("workspace needs 2 elements");
-  return queue([&](Submit const& submit, Chosen&) {
+  return destination([&](Submit const& submit, Chosen&) {
     return cuda_error(quantize_dynamic(problem, workspace->typed_data(), submit), "quantize_dynamic");
   });
 }
 
-ffi::Error given(Queue const& queue, ffi::AnyBuffer x, ffi::AnyBuffer scale, std::optional<ffi::AnyBuffer> zero_point,
-                 ffi::Result<ffi::AnyBuffer> q) {
+ffi::Error quantize_with_scale(Destination const& destination, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                               std::optional<ffi::AnyBuffer> zero_point, ffi::Result<ffi::AnyBuffer> q) {
   Quantize problem;
   JAX_QMM_RETURN_IF_ERROR(read(x, *q, scale, zero_point, problem));
-  return queue(
+  return destination(
       [&](Submit const& submit, Chosen&) { return cuda_error(quantize_static(problem, submit), "quantize_static"); });
 }
 
-ffi::Error initialize() { return cuda_error(prepare_quantize(), "loading the quantize kernels"); }
+ffi::Error initialize() {
+  JAX_QMM_RETURN_IF_ERROR(begin_call());
+  return cuda_error(prepare_quantize(), "loading the quantize kernels");
+}
 
 // What both stages take.
 template <class Binding>
@@ -78,17 +82,19 @@ auto bind_static(Binding binding) {
       .template Ret<ffi::AnyBuffer>();         // q (R, C)
 }
 
+XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize, ffi::Ffi::BindInitialize());
+XLA_FFI_DEFINE_HANDLER(dynamic_execute, quantize_and_scale, bind_dynamic(bind_execute()),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(dynamic_record, quantize_and_scale, bind_dynamic(bind_record()),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(static_execute, quantize_with_scale, bind_static(bind_execute()),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(static_record, quantize_with_scale, bind_static(bind_record()),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+AddTarget const dynamic_target({"jax_qmm_quantize_dynamic", initialize_handler, dynamic_execute, dynamic_record});
+AddTarget const static_target({"jax_qmm_quantize_static", initialize_handler, static_execute, static_record});
+
 }  // namespace
-
-using ffi::Traits;
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeInitialize, initialize, ffi::Ffi::BindInitialize());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamic, dynamic, bind_dynamic(bind_execute()),
-                              {Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeDynamicRecord, dynamic, bind_dynamic(bind_record()),
-                              {Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStatic, given, bind_static(bind_execute()), {Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmQuantizeStaticRecord, given, bind_static(bind_record()),
-                              {Traits::kCmdBufferCompatible});
 
 }  // namespace jax_qmm

@@ -1,5 +1,6 @@
-// The ABI of XLA's FFI stage "record", which the headers of the oldest jaxlib that we support lack: version 0.1, as
-// c_api.h and record_c_api.h of jaxlib 0.11.2 have it. Version 0.2, of jaxlib 0.12, only adds to it.
+// The ABI of XLA's FFI stage "record", which the headers of the oldest jaxlib that we support lack. XLA calls it
+// unstable and does not always change its version with it, so it is used with the runtimes in kRuntimes alone, and with
+// the releases of JAX that _compat.py lists; tests/ffi/record_abi.cc compares it with their headers.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +12,28 @@ namespace jax_qmm {
 
 constexpr int kRecordStage = 4;
 constexpr int64_t kRecordExtension = 128;
+
+// What a known runtime is recognized by: minor versions, all major ones being 0, and a size.
+struct Runtime {
+  int api_minor;
+  size_t api_size;  // of its XLA_FFI_Api
+  int record_minor;
+};
+constexpr Runtime kRuntimes[] = {
+    {4, 200, 1},  // jaxlib 0.11.2
+    {5, 208, 2},  // jaxlib 0.12.0, 0.12.0.1
+};
+
+// The runtime that has this API, or null where it is none of them.
+inline Runtime const* find_runtime(XLA_FFI_Api const& api) {
+  for (Runtime const& runtime : kRuntimes) {
+    if (api.api_version.major_version == 0 && api.api_version.minor_version == runtime.api_minor &&
+        api.struct_size == runtime.api_size) {
+      return &runtime;
+    }
+  }
+  return nullptr;
+}
 
 struct RecordApi {
   struct Dim3 {
@@ -59,14 +82,14 @@ struct Extension {
 struct FindExtensionArgs {
   size_t struct_size;
   void* extension_start;
-  XLA_FFI_ExecutionContext* context;
+  void* context;
   int64_t type;
   Extension const* extension;  // out
 };
 
-// The runtime's API, whose next field is the function that finds extensions.
+// A known runtime's XLA_FFI_Api: behind what version 0.3 of it has stands the function that finds extensions.
 struct ApiWithExtensions {
-  XLA_FFI_Api api;
+  unsigned char version_0_3[192];
   XLA_FFI_Error* (*find_extension)(FindExtensionArgs*);
 };
 

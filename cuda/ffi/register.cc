@@ -1,13 +1,29 @@
 // Registering handlers of the stage "record", which JAX has no way for. XLA asks every handler for its metadata as it
 // is registered, and gives its own API along, which can register others.
 #include <cstring>
+#include <string>
 
 #include "ffi/handlers.h"
+#include "ffi/record.h"
 #include "ffi/record_abi.h"
 
-extern "C" XLA_FFI_Error* JaxQmmRegister(XLA_FFI_CallFrame* frame) {
-  using namespace jax_qmm;
-  for (Target const& target : kTargets) {
+namespace jax_qmm {
+namespace {
+
+// Within a function, so that it is made before the first target of any file is added.
+std::vector<Target>& all_targets() {
+  static std::vector<Target> all;
+  return all;
+}
+
+void register_targets(XLA_FFI_Api const* api) {
+  XLA_FFI_Api_Version const& version = api->api_version;
+  if (find_runtime(*api) == nullptr) {
+    return note_capture("XLA's runtime has the FFI API " + std::to_string(version.major_version) + "." +
+                        std::to_string(version.minor_version) + " in " + std::to_string(api->struct_size) +
+                        " bytes, with which recording was not tested");
+  }
+  for (Target const& target : targets()) {
     RegisterArgs args{sizeof(RegisterArgs),
                       nullptr,
                       {target.name, std::strlen(target.name)},
@@ -15,7 +31,23 @@ extern "C" XLA_FFI_Error* JaxQmmRegister(XLA_FFI_CallFrame* frame) {
                       {nullptr, nullptr, target.initialize, target.execute, target.record},
                       XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE};
     auto* const as_declared = reinterpret_cast<XLA_FFI_Handler_Register_Args*>(&args);
-    if (XLA_FFI_Error* error = frame->api->XLA_FFI_Handler_Register(as_declared)) return error;
+    if (XLA_FFI_Error* error = api->XLA_FFI_Handler_Register(as_declared)) {
+      note_capture(std::string("XLA does not register recording handlers: ") +
+                   xla::ffi::internal::GetErrorMessage(api, error));
+      return xla::ffi::internal::DestroyError(api, error);
+    }
   }
-  return JaxQmmScaledMmInitialize(frame);  // metadata like any other's
 }
+
+}  // namespace
+
+std::vector<Target> const& targets() { return all_targets(); }
+
+AddTarget::AddTarget(Target target) { all_targets().push_back(target); }
+
+XLA_FFI_Error* register_recording(XLA_FFI_CallFrame* frame) {
+  register_targets(frame->api);
+  return targets().front().execute(frame);  // metadata like any other's
+}
+
+}  // namespace jax_qmm

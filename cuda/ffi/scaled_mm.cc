@@ -1,53 +1,25 @@
 // jax_qmm_scaled_mm: checks the buffers, fills ScaledMm, launches or records.
 #include "scaled_mm/scaled_mm.h"
 
-#include <algorithm>
 #include <string_view>
 
+#include "ffi/buffers.h"
+#include "ffi/device.h"
 #include "ffi/handlers.h"
-#include "ffi/helpers.h"
-#include "ffi/queue.h"
+#include "ffi/record.h"
+#include "ffi/vectors.h"
 
 namespace jax_qmm {
 namespace {
 
-// Reads a vector of shape (1 | batch, 1 | length).
-ffi::Error read_vector(ffi::AnyBuffer const& buffer, char const* name, std::initializer_list<DType> dtypes,
-                       int64_t batch, int64_t length, Vector& vector) {
-  JAX_QMM_RETURN_IF_ERROR(check_dtype(buffer, name, dtypes));
-  JAX_QMM_RETURN_IF_ERROR(check_rank(buffer, name, 2));
-  auto const dims = buffer.dimensions();
-  if ((dims[0] != 1 && dims[0] != batch) || (dims[1] != 1 && dims[1] != length)) {
-    return ffi::Error::InvalidArgument(std::string(name) + " has shape " + to_string(dims) + "; it needs 1 or " +
-                                       std::to_string(batch) + " rows of 1 or " + std::to_string(length) + " values");
-  }
-  vector = {buffer.untyped_data(), *dtype_of(buffer), dims[1] == 1 ? 0 : 1, dims[0] == 1 ? 0 : dims[1],
-            static_cast<int64_t>(buffer.size_bytes())};
-  return ffi::Error::Success();
-}
-
-// Reads the vectors, which `names` names in their order, separated by spaces.
-ffi::Error read_vectors(ffi::RemainingArgs buffers, std::string_view names, ScaledMm& problem) {
-  auto const floats = {DType::kF32, DType::kBF16, DType::kF16}, ints = {DType::kS32};
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    ffi::ErrorOr<ffi::AnyBuffer> const buffer = buffers.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value()) return buffer.error();
-    std::string_view const name = names.substr(0, names.find(' '));
-    names.remove_prefix(std::min(names.size(), name.size() + 1));
-    auto const read = [&](char const* known, auto dtypes, int length, Vector& vector) {
-      return read_vector(*buffer, known, dtypes, problem.batch, length, vector);
-    };
-    ffi::Error error = name == "scale_a"   ? read("scale_a", floats, problem.m, problem.scale_a)
-                       : name == "scale_b" ? read("scale_b", floats, problem.n, problem.scale_b)
-                       : name == "bias"    ? read("bias", floats, problem.n, problem.bias)
-                       : name == "azp_adj" ? read("azp_adj", ints, problem.n, problem.azp_adj)
-                       : name == "azp"     ? read("azp", ints, problem.m, problem.azp)
-                                           : ffi::Error::InvalidArgument("names has no vector's name for each operand");
-    if (error.failure()) return error;
-  }
-  if (!names.empty()) return ffi::Error::InvalidArgument("names has more names than there are vectors");
-  return ffi::Error::Success();
-}
+// A new term of the epilogue adds its vector here.
+NamedVector<ScaledMm, Vector> const kVectors[] = {
+    {"scale_a", Values::kFloat, &ScaledMm::m, &ScaledMm::scale_a},
+    {"scale_b", Values::kFloat, &ScaledMm::n, &ScaledMm::scale_b},
+    {"bias", Values::kFloat, &ScaledMm::n, &ScaledMm::bias},
+    {"azp_adj", Values::kInt32, &ScaledMm::n, &ScaledMm::azp_adj},
+    {"azp", Values::kInt32, &ScaledMm::m, &ScaledMm::azp},
+};
 
 ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors, ffi::AnyBuffer out,
                 std::string_view names, bool fast_accum, ScaledMm& problem) {
@@ -88,28 +60,31 @@ ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors, 
   }
   problem.out_dtype = *dtype_of(out);
 
-  return read_vectors(vectors, names, problem);
+  return read_vectors(vectors, names, kVectors, problem);
 }
 
-ffi::Error scaled_mm(Queue const& queue, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors,
+ffi::Error scaled_mm(Destination const& destination, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors,
                      ffi::Result<ffi::AnyBuffer> out, std::string_view names, bool fast_accum) {
   ScaledMm problem{};
   JAX_QMM_RETURN_IF_ERROR(read(a, b, vectors, *out, names, fast_accum, problem));
-  int device, sm_count;
-  JAX_QMM_RETURN_IF_ERROR(cuda_error(cudaGetDevice(&device), "cudaGetDevice"));
-  JAX_QMM_RETURN_IF_ERROR(
-      cuda_error(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute"));
-  return queue([&](Submit const& submit, Chosen& chosen) {
-    ScaledMmChoice const choice =
-        chosen ? ScaledMmChoice{chosen->first, chosen->second} : select_scaled_mm(problem, sm_count);
+  Gpu const* gpu;
+  JAX_QMM_RETURN_IF_ERROR(cuda_error(current_gpu(gpu), "asking what the GPU is"));
+  return destination([&](Submit const& submit, Chosen& chosen) {
+    ScaledMmChoice choice{};
+    if (chosen) choice = {chosen->first, chosen->second};
+    // A graph that has one kernel refuses another, and says why: better than what this one would say of the addresses.
+    if (!chosen || !suits_alignment(problem, choice)) choice = select_scaled_mm(problem, *gpu);
     chosen = {choice.instance, choice.swizzle};
-    cudaError_t const error = launch_scaled_mm(problem, choice, sm_count, submit);
+    cudaError_t const error = launch_scaled_mm(problem, choice, *gpu, submit);
     if (error == cudaSuccess) return ffi::Error::Success();  // before a kernel is put into words
     return cuda_error(error, describe_scaled_mm(choice).c_str());
   });
 }
 
-ffi::Error initialize() { return cuda_error(prepare_scaled_mm(), "preparing the scaled_mm kernels"); }
+ffi::Error initialize() {
+  JAX_QMM_RETURN_IF_ERROR(begin_call());
+  return cuda_error(prepare_scaled_mm(), "preparing the scaled_mm kernels");
+}
 
 // What both stages take.
 template <class Binding>
@@ -123,12 +98,12 @@ auto bind(Binding binding) {
       .template Attr<bool>("fast_accum");
 }
 
+XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize, ffi::Ffi::BindInitialize());
+XLA_FFI_DEFINE_HANDLER(execute_handler, scaled_mm, bind(bind_execute()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(record_handler, scaled_mm, bind(bind_record()), {ffi::Traits::kCmdBufferCompatible});
+
+AddTarget const target({"jax_qmm_scaled_mm", initialize_handler, execute_handler, record_handler});
+
 }  // namespace
-
-using ffi::Traits;
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMmInitialize, initialize, ffi::Ffi::BindInitialize());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMm, scaled_mm, bind(bind_execute()), {Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxQmmScaledMmRecord, scaled_mm, bind(bind_record()), {Traits::kCmdBufferCompatible});
 
 }  // namespace jax_qmm

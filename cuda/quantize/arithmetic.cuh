@@ -71,7 +71,12 @@ struct Scale {
   __host__ __device__ explicit Scale(Range range) {
     float const high = range_float(range.high), low = range_float(range.low);
     float const steps = kind == Kind::kInt8 ? 127.0f : kind == Kind::kFp8 ? 448.0f : 255.0f;
-    scale = (kind == Kind::kInt8ZeroPoint ? high + low : high) / steps;
+    if constexpr (kind == Kind::kInt8ZeroPoint) {
+      float const unit = high + low > FLT_MAX ? 0.5f : 1.0f;  // a range that overflows is taken by halves
+      scale = (unit * high + unit * low) / (unit * steps);
+    } else {
+      scale = high / steps;
+    }
     scale = scale < FLT_MIN ? FLT_MIN : scale;  // in this order NaN stays
     if constexpr (kind == Kind::kInt8ZeroPoint) {
       int const rounded = round_to_int32(-128.0f + low / scale);

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "launch.cuh"
+#include "core/launch.cuh"
 #include "quantize/arithmetic.cuh"
 
 namespace jax_qmm::quantize {

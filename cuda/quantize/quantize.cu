@@ -1,9 +1,8 @@
 // How the quantizers are cut into launches of their kernels.
 #include <algorithm>
-#include <atomic>
 
-#include "launch.cuh"
-#include "once_per_device.h"
+#include "core/launch.cuh"
+#include "core/prepare.h"
 #include "quantize/kernels.cuh"
 #include "quantize/quantize.h"
 
@@ -66,7 +65,10 @@ struct Launches {
   static cudaError_t dynamic(Quantize p, uint32_t* workspace, Submit const& submit) {
     In const* const x = static_cast<In const*>(p.x);
     bool vectors = aligned(x, static_cast<uint8_t*>(p.q));
-    if (p.per_tensor) p = {p.x, p.q, 1, p.rows * p.cols, p.in, p.out, true, p.scale, p.zero_point};
+    if (p.per_tensor) {
+      p.cols *= p.rows;
+      p.rows = 1;
+    }
     int64_t const whole = p.cols / kVector * kVector;
     if (p.rows == 1 && p.cols > 1024 * (vectors ? 8 * kVector : kScalars)) {
       p.per_tensor = true;
@@ -109,8 +111,8 @@ struct Launches {
         reinterpret_cast<void const*>(quantize_given<In, kind, kVector, 4>),
     };
     for (void const* kernel : kernels) {
-      cudaFuncAttributes attributes;
-      if (cudaError_t const error = cudaFuncGetAttributes(&attributes, kernel)) return error;
+      bool fits;
+      if (cudaError_t const error = prepare_kernel(kernel, {}, fits)) return error;
     }
     return cudaSuccess;
   }
@@ -154,8 +156,8 @@ cudaError_t with_launches(Quantize const& p, F f) {
 }  // namespace quantize
 
 cudaError_t prepare_quantize() {
-  static std::atomic<uint64_t> prepared_devices{0};
-  return once_per_device(prepared_devices, [] {
+  static OncePerDevice once;
+  return once([] {
     for (DType in : {DType::kF32, DType::kBF16, DType::kF16}) {
       for (auto kind : {quantize::Kind::kInt8, quantize::Kind::kInt8ZeroPoint, quantize::Kind::kFp8}) {
         cudaError_t const error = quantize::with_launches(in, kind, [](auto launches) { return launches.prepare(); });

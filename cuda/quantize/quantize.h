@@ -13,8 +13,8 @@
 
 #include <cstdint>
 
-#include "dtype.h"
-#include "launch.h"
+#include "core/dtype.h"
+#include "core/launch.h"
 
 namespace jax_qmm {
 

@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "scaled_mm/scaled_mm.h"
+#include "scaled_mm/problem.h"
 
 namespace jax_qmm {
 
@@ -27,8 +27,9 @@ __device__ inline void prefetch_l2(void const* data, unsigned rows, unsigned lin
 }
 
 // A vector operand of any of its dtypes, or the value that stands for an absent one.
-template <class T>
+template <class T, bool kAlongRows>
 struct VectorArg {
+  static constexpr bool kOfRow = kAlongRows;
   void const* data;
   DType dtype;
   int64_t stride, batch_stride, bytes;
@@ -62,6 +63,10 @@ struct VectorArg {
     with_data([&](auto const* values) { value = T(values[l * batch_stride + i * stride]); });
     return value;
   }
+  template <bool kRows>
+  __device__ void load_if(T& value, int l, int i) const {
+    if constexpr (kRows == kOfRow) value = load(l, i);
+  }
 };
 
 // Unsigned, because overflow is defined there: only the whole sum must fit int32, not what it is made of.
@@ -69,18 +74,6 @@ __device__ inline int32_t add(int32_t a, int32_t b) {
   return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
 }
 __device__ inline float add(float a, float b) { return a + b; }
-
-__device__ inline float subtract_zero_point(int32_t acc, int32_t azp, int32_t azp_adj) {
-  return static_cast<float>(
-      static_cast<int32_t>(static_cast<uint32_t>(acc) - static_cast<uint32_t>(azp) * static_cast<uint32_t>(azp_adj)));
-}
-
-// Sums of fp8 have no zero points.
-__device__ inline float subtract_zero_point(float acc, int32_t, int32_t) { return acc; }
-
-__device__ inline float combine(float acc, float scale_a, float scale_b, float bias) {
-  return fmaf(scale_a, scale_b * acc, bias);
-}
 
 // Which of the dtypes of its width the output has.
 struct OutputArg {
@@ -122,28 +115,33 @@ struct OutputArg {
 };
 
 // All that every kernel's epilogue takes besides the sums.
-struct EpilogueArgs {
-  VectorArg<float> scale_a, scale_b, bias;
-  VectorArg<int32_t> azp, azp_adj;
+struct EpilogueArgs : Terms<VectorArg> {
   OutputArg output;
 
   __device__ void prefetch(unsigned threads) const {
-    scale_a.prefetch(threads);
-    scale_b.prefetch(threads);
-    bias.prefetch(threads);
-    azp.prefetch(threads);
-    azp_adj.prefetch(threads);
+    each_term([&](auto const& vector) { vector.prefetch(threads); }, *this);
+  }
+
+  // The terms of a row, and of a column.
+  __device__ void load_row(int l, int m, Terms<Value>& terms) const {
+    each_term([&](auto& value, auto const& from) { from.template load_if<true>(value, l, m); }, terms, *this);
+  }
+  __device__ void load_column(int l, int n, Terms<Value>& terms) const {
+    each_term([&](auto& value, auto const& from) { from.template load_if<false>(value, l, n); }, terms, *this);
+  }
+  __device__ Terms<Value> load(int l, int m, int n) const {
+    return map_terms<Value>([&](auto const& from) { return from.load(l, from.kOfRow ? m : n); }, *this);
   }
 };
 
 inline EpilogueArgs epilogue_args(ScaledMm const& p) {
-  auto vector = [](Vector const& v, auto absent) {
-    return VectorArg<decltype(absent)>{v.data, v.dtype, v.stride, v.batch_stride, v.bytes, absent};
+  EpilogueArgs args{};
+  auto const fill = [](auto& arg, Vector const& v, auto absent) {
+    arg = {v.data, v.dtype, v.stride, v.batch_stride, v.bytes, absent};
   };
-  // x + -0 is x for every x, -0 included. Without azp, azp_adj holds the products of the two; without both, 1 * 0 is
-  // subtracted.
-  return {vector(p.scale_a, 1.0f), vector(p.scale_b, 1.0f), vector(p.bias, -0.0f),
-          vector(p.azp, 1),        vector(p.azp_adj, 0),    {p.out_dtype}};
+  each_term(fill, args, p, kAbsent);
+  args.output = {p.out_dtype};
+  return args;
 }
 
 }  // namespace jax_qmm

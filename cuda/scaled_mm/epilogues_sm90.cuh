@@ -1,22 +1,24 @@
-// The epilogue of CUTLASS' kernels. It has a tile's part of the scales, zero points and bias in shared memory: there a
-// warp of its own may bring them while the tile is multiplied, so that its end does not wait for memory. Which vectors
-// are present, their dtypes, and the dtype within the output's width are kernel arguments, so that one kernel serves
-// them all.
+// The epilogue of CUTLASS' kernels. A tile's part of each term (scales, zero points, bias) is copied to shared memory.
+// In some kernels a warp of its own copies it while the tile is multiplied, so that the tile's end does not wait for
+// memory. Kernel arguments say which terms are present, their dtypes, and which dtype of its width the output has, so
+// that one kernel serves all of these.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
+#include <utility>
 
 #include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
 #include "scaled_mm/epilogue.cuh"
-#include "scaled_mm/scaled_mm.h"
+#include "scaled_mm/problem.h"
 
 namespace jax_qmm::sm90 {
 
 using namespace cute;
 namespace fusion = cutlass::epilogue::fusion;
 
-// The first lines of rows of b, brought into L2 while the kernel before this one ends.
-struct Weights {
+// The beginning of some rows of b, which are prefetched to L2 while the kernel before this one ends.
+struct PrefetchedRows {
   void const* data;
   unsigned rows, lines;
   int64_t row_stride;
@@ -24,36 +26,43 @@ struct Weights {
   __device__ void prefetch(unsigned threads) const { prefetch_l2(data, rows, lines, row_stride, threads); }
 };
 
-// Of 64 rows for each SM, up to 2 MB together, which is what memory delivers meanwhile: more delays the rest.
-inline Weights weights(ScaledMm const& p, int sm_count) {
+// 64 rows for each SM, and 2 MB in all, which is what memory delivers in that time: more would delay what follows.
+inline PrefetchedRows prefetched_rows(ScaledMm const& p, int sm_count) {
   constexpr int kBytes = 2 << 20, kRowsOfTile = 64;
   int const rows = std::min(p.n, kRowsOfTile * sm_count);
   return {p.b, unsigned(rows), unsigned(std::min(kBytes / rows, p.k) / kLine), p.k};
 }
 
-// `Ahead`: the vectors are brought by the warp that CUTLASS has for loads of an epilogue. It pays where a tile's end is
-// short; each subtile costs a barrier, and shared memory holds the vectors of two tiles.
-template <DType In, class Bits, bool Swap, bool Ahead, class CtaTile>
+// `ByLoadWarp`: the terms are copied by the warp that CUTLASS has for the loads of an epilogue, one tile ahead of the
+// math warps. This pays where a tile's end is short, though each subtile costs a barrier and shared memory holds the
+// terms of two tiles. Otherwise the math warps copy the terms when they have multiplied the tile.
+template <DType In, class Bits, bool Swap, bool ByLoadWarp, class CtaTile>
 struct Epilogue {
   static constexpr bool kInt8 = In == DType::kS8;
-  static constexpr int kSlots = Ahead ? 2 : 1;
+  static constexpr int kSlots = ByLoadWarp ? 2 : 1;  // the tiles whose terms shared memory has
   // The kernel's rows are M of the product, or N when the operands are swapped.
   static constexpr int kM = size<Swap ? 1 : 0>(CtaTile{}), kN = size<Swap ? 0 : 1>(CtaTile{});
 
   struct Arguments : EpilogueArgs {
-    Weights weights;
+    PrefetchedRows rows_of_b;
   };
   using Params = Arguments;
 
-  struct alignas(16) Vectors {
-    float scale_a[kM], scale_b[kN], bias[kN];
-    int32_t azp[kInt8 ? kM : 4], azp_adj[kInt8 ? kN : 4];  // unused of fp8
+  template <class T, bool kAlongRows>
+  struct OfTile {
+    static constexpr bool kOfRow = kAlongRows;
+    static constexpr int kSize =
+        std::is_same_v<T, float> || kInt8 ? (kOfRow ? kM : kN) : 4;  // fp8 has no integer terms
+    T values[kSize];
   };
+  struct alignas(16) Slot : Terms<OfTile> {};
   struct SharedStorage {
-    Vectors slots[kSlots];
+    Slot slots[kSlots];
   };
 
-  static Arguments arguments(ScaledMm const& p, int sm_count) { return {epilogue_args(p), weights(p, sm_count)}; }
+  static Arguments arguments(ScaledMm const& p, int sm_count) {
+    return {epilogue_args(p), prefetched_rows(p, sm_count)};
+  }
 
   template <class ProblemShape>
   static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
@@ -64,24 +73,29 @@ struct Epilogue {
     return 0;
   }
 
-  Params params;
-  Vectors* slots;
+  template <class ProblemShape>
+  static bool can_implement(ProblemShape const&, Arguments const&) {
+    return true;
+  }
 
-  // Of all that CUTLASS' kernels do before they wait for the one before them, making this is what is open to us.
-  // CUTLASS has it compile for the host, too.
+  Params params;
+  Slot* slots;
+
+  // CUTLASS' kernels make their epilogue before they wait for the kernel before them, and nothing else of ours: so this
+  // constructor is where to prefetch from. CUTLASS compiles it for the host, too.
   CUTLASS_HOST_DEVICE Epilogue() {}
   CUTLASS_HOST_DEVICE Epilogue(Params const& params, SharedStorage const& storage)
-      : params(params), slots(const_cast<Vectors*>(storage.slots)) {
+      : params(params), slots(const_cast<Slot*>(storage.slots)) {
 #ifdef __CUDA_ARCH__
     params.prefetch(blockDim.x);
-    params.weights.prefetch(blockDim.x);
+    params.rows_of_b.prefetch(blockDim.x);
 #endif
   }
 
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return Ahead; }
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return ByLoadWarp; }
   CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
 
-  // Where a tile's vectors are, and what brings them.
+  // Where a tile's terms are in global memory.
   struct Source {
     Params const& params;
     int l, m, n, m_end, n_end;
@@ -95,56 +109,57 @@ struct Epilogue {
       n = (Swap ? row : column) * kN, n_end = Swap ? rows : columns;
     }
 
-    // All loads are on their way before the first is stored.
-    template <int Threads, class T, int Size>
-    CUTLASS_DEVICE void bring(T (&to)[Size], VectorArg<T> const& from, int begin, int end, int thread) const {
-      constexpr int kEach = (Size + Threads - 1) / Threads;
-      T values[kEach];
+    // Loads all values before it stores the first.
+    template <int Threads, class To, class From>
+    CUTLASS_DEVICE void copy(To& to, From const& from, int thread) const {
+      constexpr int kEach = (To::kSize + Threads - 1) / Threads;
+      int const begin = To::kOfRow ? m : n, end = To::kOfRow ? m_end : n_end;
+      std::remove_extent_t<decltype(to.values)> values[kEach];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kEach; ++i) values[i] = from.absent;
       from.with_data([&](auto const* data) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kEach; ++i) {
           int const at = begin + Threads * i + thread;
-          if (at < end) values[i] = T(data[l * from.batch_stride + at * from.stride]);
+          if (at < end) values[i] = decltype(from.absent)(data[l * from.batch_stride + at * from.stride]);
         }
       });
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kEach; ++i) {
-        if (Threads * i + thread < Size) to[Threads * i + thread] = values[i];
+        if (Threads * i + thread < To::kSize) to.values[Threads * i + thread] = values[i];
       }
     }
 
     template <int Threads>
-    CUTLASS_DEVICE void bring_all(Vectors& to, int thread) const {
-      bring<Threads>(to.scale_a, params.scale_a, m, m_end, thread);
-      bring<Threads>(to.scale_b, params.scale_b, n, n_end, thread);
-      bring<Threads>(to.bias, params.bias, n, n_end, thread);
-      if constexpr (kInt8) {
-        bring<Threads>(to.azp, params.azp, m, m_end, thread);
-        bring<Threads>(to.azp_adj, params.azp_adj, n, n_end, thread);
-      }
+    CUTLASS_DEVICE void copy_terms(Slot& to, int thread) const {
+      asm volatile("" ::: "memory");  // CUTLASS' wait for the kernel before this one does not keep loads after it
+      each_term<kInt8>([&](auto& of_tile, auto const& from) { copy<Threads>(of_tile, from, thread); }, to, params);
     }
   };
 
-  // Both sides count a kernel's subtiles, and every tile has as many. A slot's next tile but one comes when the
-  // pipeline, which has no more stages than a tile has subtiles, says that this one's are done.
+  // CUTLASS cuts a tile into subtiles, and counts them from the kernel's first tile on, in the load warp and in the
+  // math warps alike.
+  template <class EpilogueTile>
+  static constexpr int kSubtiles = size(shape_div(take<0, 2>(CtaTile{}), EpilogueTile{}));
+
+  // Which of the slots has the terms of a subtile's tile: tiles take turns. When the load warp comes to tile t + 2, it
+  // may overwrite tile t's slot: it passes CUTLASS' pipeline of subtiles first, whose stages are no more than a tile
+  // has subtiles (gemm_sm90.cuh asserts this), so that the math warps have released all of tile t.
   template <class EpilogueTile>
   CUTLASS_DEVICE static int slot(int subtile) {
-    return subtile / int(size(shape_div(take<0, 2>(CtaTile{}), EpilogueTile{}))) % kSlots;
+    return subtile / kSubtiles<EpilogueTile> % kSlots;
   }
 
   template <class EpilogueTile>
   struct Producer : fusion::EmptyProducerLoadCallbacks {
     Source source;
-    Vectors* slots;
+    Slot* slots;
     int lane;
 
-    CUTLASS_DEVICE Producer(Source const& source, Vectors* slots, int lane)
-        : source(source), slots(slots), lane(lane) {}
+    CUTLASS_DEVICE Producer(Source const& source, Slot* slots, int lane) : source(source), slots(slots), lane(lane) {}
 
     CUTLASS_DEVICE void step(uint64_t*, int epi_m, int epi_n, int subtile, bool) const {
-      if (epi_m == 0 && epi_n == 0) source.template bring_all<32>(slots[slot<EpilogueTile>(subtile)], lane);
+      if (epi_m == 0 && epi_n == 0) source.template copy_terms<32>(slots[slot<EpilogueTile>(subtile)], lane);
     }
   };
 
@@ -153,7 +168,7 @@ struct Epilogue {
     return Producer<decltype(args.epi_tile)>(Source(params, args), slots, args.thread_idx);
   }
 
-  // A thread's part of a vector, for the fragments of a subtile.
+  // A thread's part of a term, for the fragments of a subtile.
   template <class T, bool AlongRows, class SmemTensor, class RegTensor>
   struct Operand {
     SmemTensor smem;   // (CPY, CPY_M, CPY_N, EPI_M, EPI_N, slot)
@@ -165,10 +180,10 @@ struct Epilogue {
     }
     template <int N>
     CUTLASS_DEVICE cutlass::Array<T, N> fragment(int epi_v) const {
-      cutlass::Array<T, N> some;
+      cutlass::Array<T, N> part;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < N; ++i) some[i] = values(epi_v * N + i);
-      return some;
+      for (int i = 0; i < N; ++i) part[i] = values(epi_v * N + i);
+      return part;
     }
   };
 
@@ -176,63 +191,54 @@ struct Epilogue {
   CUTLASS_DEVICE static auto operand(T* first_slot, Args const& args) {
     constexpr bool kAlongRows = AlongM != Swap;
     auto const shape = append(take<0, 2>(CtaTile{}), Int<kSlots>{});
-    Tensor vectors =
-        make_tensor(make_smem_ptr(first_slot), shape,
-                    make_stride(Int<kAlongRows>{}, Int<!kAlongRows>{}, Int<sizeof(Vectors) / sizeof(T)>{}));
+    Tensor vectors = make_tensor(make_smem_ptr(first_slot), shape,
+                                 make_stride(Int<kAlongRows>{}, Int<!kAlongRows>{}, Int<sizeof(Slot) / sizeof(T)>{}));
     Tensor smem =
         fusion::sm90_partition_for_epilogue<ReferenceSrc>(vectors, args.epi_tile, args.tiled_copy, args.thread_idx);
     Tensor values = make_tensor_like<T>(take<0, 3>(smem));
     return Operand<T, kAlongRows, decltype(smem), decltype(values)>{smem, values};
   }
 
-  template <class EpilogueTile, int Threads, class ScaleA, class ScaleB, class Bias, class Azp, class AzpAdj>
+  template <bool ReferenceSrc, class Args>
+  struct Operands {
+    template <class T, bool kOfRow>
+    using Of = decltype(operand<kOfRow, ReferenceSrc>(std::declval<T*>(), std::declval<Args const&>()));
+  };
+  template <int N>
+  struct Fragment {
+    template <class T, bool kOfRow>
+    using Of = cutlass::Array<T, N>;
+  };
+
+  template <class EpilogueTile, int Threads, class OperandTerms>
   struct Consumer : fusion::EmptyConsumerStoreCallbacks {
     Source source;
-    Vectors* slots;
+    Slot* slots;
     int thread;
-    ScaleA scale_a;
-    ScaleB scale_b;
-    Bias bias;
-    Azp azp;
-    AzpAdj azp_adj;
+    OperandTerms operands;
 
-    CUTLASS_DEVICE Consumer(Source const& source, Vectors* slots, int thread, ScaleA const& scale_a,
-                            ScaleB const& scale_b, Bias const& bias, Azp const& azp, AzpAdj const& azp_adj)
-        : source(source),
-          slots(slots),
-          thread(thread),
-          scale_a(scale_a),
-          scale_b(scale_b),
-          bias(bias),
-          azp(azp),
-          azp_adj(azp_adj) {}
+    CUTLASS_DEVICE Consumer(Source const& source, Slot* slots, int thread, OperandTerms const& operands)
+        : source(source), slots(slots), thread(thread), operands(operands) {}
 
     CUTLASS_DEVICE void begin() {
-      if constexpr (!Ahead) source.template bring_all<Threads>(*slots, thread);
+      if constexpr (!ByLoadWarp) source.template copy_terms<Threads>(*slots, thread);
     }
-    CUTLASS_DEVICE bool begin_sync_needed() const { return !Ahead; }
+    CUTLASS_DEVICE bool begin_sync_needed() const { return !ByLoadWarp; }
 
     CUTLASS_DEVICE void previsit(int epi_m, int epi_n, int subtile, bool) {
       int const at = slot<EpilogueTile>(subtile);
-      scale_a.load(epi_m, epi_n, at);
-      scale_b.load(epi_m, epi_n, at);
-      bias.load(epi_m, epi_n, at);
-      if constexpr (kInt8) {
-        azp.load(epi_m, epi_n, at);
-        azp_adj.load(epi_m, epi_n, at);
-      }
+      each_term<kInt8>([&](auto& operand) { operand.load(epi_m, epi_n, at); }, operands);
     }
 
     template <class Accumulator, int N>
     CUTLASS_DEVICE cutlass::Array<Bits, N> visit(cutlass::Array<Accumulator, N> const& acc, int epi_v, int, int) {
-      auto const a = scale_a.template fragment<N>(epi_v), b = scale_b.template fragment<N>(epi_v);
-      auto const c = bias.template fragment<N>(epi_v);
-      cutlass::Array<int32_t, N> zero, adj;
-      if constexpr (kInt8) zero = azp.template fragment<N>(epi_v), adj = azp_adj.template fragment<N>(epi_v);
+      Terms<Fragment<N>::template Of> fragments;
+      each_term<kInt8>([&](auto& to, auto const& operand) { to = operand.template fragment<N>(epi_v); }, fragments,
+                       operands);
       cutlass::Array<float, N> values;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < N; ++i) {
-        values[i] = combine(subtract_zero_point(acc[i], zero[i], adj[i]), a[i], b[i], c[i]);
+        values[i] = apply(acc[i], map_terms<Value>([&](auto const& fragment) { return fragment[i]; }, fragments));
       }
       return source.params.output.template round<cutlass::Array<Bits, N>, N>(values, acc);
     }
@@ -240,14 +246,11 @@ struct Epilogue {
 
   template <bool ReferenceSrc, class... Args>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::ConsumerStoreArgs<Args...> const& args) {
-    auto scale_a = operand<true, ReferenceSrc>(slots->scale_a, args);
-    auto scale_b = operand<false, ReferenceSrc>(slots->scale_b, args);
-    auto bias = operand<false, ReferenceSrc>(slots->bias, args);
-    auto azp = operand<true, ReferenceSrc>(slots->azp, args);
-    auto azp_adj = operand<false, ReferenceSrc>(slots->azp_adj, args);
-    return Consumer<decltype(args.epi_tile), decltype(size(args.tiled_copy))::value, decltype(scale_a),
-                    decltype(scale_b), decltype(bias), decltype(azp), decltype(azp_adj)>(
-        Source(params, args), slots, args.thread_idx, scale_a, scale_b, bias, azp, azp_adj);
+    using OperandTerms = Terms<Operands<ReferenceSrc, fusion::ConsumerStoreArgs<Args...>>::template Of>;
+    auto const to_operand = [&](auto& of_tile) { return operand<of_tile.kOfRow, ReferenceSrc>(of_tile.values, args); };
+    return Consumer<decltype(args.epi_tile), decltype(size(args.tiled_copy))::value, OperandTerms>(
+        Source(params, args), slots, args.thread_idx,
+        map_terms<Operands<ReferenceSrc, fusion::ConsumerStoreArgs<Args...>>::template Of>(to_operand, *slots));
   }
 };
 

@@ -4,17 +4,22 @@
 // Lets CUTLASS' kernels start while the kernel before them ends; they wait for its results before they load.
 #define CUTLASS_ENABLE_GDC_FOR_SM90 1
 
+#include "core/launch.cuh"
+#include "core/prepare.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/kernel_hardware_info.h"
-#include "launch.cuh"
 #include "scaled_mm/epilogues_sm90.cuh"
 #include "scaled_mm/gemm_sm90.h"
 
 namespace jax_qmm::sm90 {
+
+#ifdef __CUDA_ARCH__
+static_assert(cutlass::arch::IsGdcGloballyEnabled, "kernels would not wait for the results of those before them");
+#endif
 
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
           Schedule schedule, bool Swap>
@@ -42,6 +47,9 @@ struct GemmTypes {
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       cutlass::epilogue::collective::EpilogueTileAuto, Accumulator, float, void, LayoutD, 16 / OutBytes, Bits, LayoutD,
       16 / OutBytes, EpilogueSchedule, Fusion>::CollectiveOp;
+  static_assert(CollectiveEpilogue::DispatchPolicy::StagesC <=
+                    Fusion::template kSubtiles<typename CollectiveEpilogue::EpilogueTile>,
+                "the terms of a tile would be overwritten before it is done: see Epilogue::slot");
   using CollectiveMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, 16, Element,
       cutlass::layout::ColumnMajor, 16, Accumulator, Tile, Cluster,
@@ -53,23 +61,23 @@ struct GemmTypes {
 
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
           Schedule schedule, bool Swap>
-cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>::prepare() {
+cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>::prepare(bool& fits) {
   using Kernel =
       typename GemmTypes<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>::Kernel;
-  return cudaFuncSetAttribute(cutlass::device_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              Kernel::SharedStorageSize);
+  LaunchShape const shape{{}, Kernel::get_block_shape(), Kernel::SharedStorageSize, dim3(ClusterM, ClusterN)};
+  return prepare_kernel(reinterpret_cast<void const*>(cutlass::device_kernel<Kernel>), shape, fits);
 }
 
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
           Schedule schedule, bool Swap>
 cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>::launch(
-    ScaledMm const& problem, int swizzle, int sm_count, Submit const& submit) {
+    ScaledMm const& problem, int swizzle, Gpu const& gpu, Submit const& submit) {
   using Types = GemmTypes<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>;
   using Kernel = typename Types::Kernel;
   using Element = typename Types::Element;
   using Bits = typename Types::Bits;
 
-  ScaledMm const p = overlap_tiles(problem, Swap ? TileN * ClusterN : TileM * ClusterM);
+  ScaledMm const p = overlap_tiles(problem, Swap ? TileN * ClusterN : TileM * ClusterM, gpu.l2_bytes);
   auto operand = [&](void const* data, int64_t batch_stride) {
     return cute::make_tuple(static_cast<Element const*>(data), cute::make_stride(int64_t(p.k), _1{}, batch_stride));
   };
@@ -81,14 +89,15 @@ cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, s
   cute::get<2>(stride_out) = p.out_batch_stride;
 
   cutlass::KernelHardwareInfo hardware;
-  hardware.sm_count = sm_count;
+  hardware.sm_count = gpu.sm_count;
   typename Kernel::Arguments args{
       cutlass::gemm::GemmUniversalMode::kGemm,
       {Swap ? p.n : p.m, Swap ? p.m : p.n, p.k, p.batch},
       {ptr_rows, stride_rows, ptr_cols, stride_cols},
-      {Types::Fusion::arguments(p, sm_count), nullptr, {}, static_cast<Bits*>(p.out), stride_out},
+      {Types::Fusion::arguments(p, gpu.sm_count), nullptr, {}, static_cast<Bits*>(p.out), stride_out},
       hardware};
   args.scheduler.max_swizzle_size = swizzle;
+  if (!Kernel::can_implement(args)) return cudaErrorInvalidValue;
 
   auto const params = Kernel::to_underlying_arguments(args, /*workspace=*/nullptr);
   LaunchShape const shape{Kernel::get_grid_shape(params), Kernel::get_block_shape(), Kernel::SharedStorageSize,

@@ -1,12 +1,14 @@
 // One kernel of the table of instances, defined in gemm_sm90.cuh and instantiated one to a source file.
 #pragma once
 
-#include "scaled_mm/scaled_mm.h"
+#include "core/gpu.h"
+#include "core/launch.h"
+#include "scaled_mm/problem.h"
 
 namespace jax_qmm::sm90 {
 
 enum class Accum { kFast, kFull };
-// Persistent blocks whose two math warpgroups take turns at tiles or share one. Or a kernel of our own: skinny_sm90.h,
+// Persistent blocks whose two math warpgroups take turns at tiles or share one. Or a kernel of our own: skinny.h,
 // one_tile_sm90.h.
 enum class Schedule { kPingpong, kCooperative, kSkinny, kOneTile };
 
@@ -14,11 +16,11 @@ enum class Schedule { kPingpong, kCooperative, kSkinny, kOneTile };
 // TMA fills missing rows with zeros more slowly than it reads rows, which shows from 16 of them on. Rows in two tiles
 // are computed twice, alike. A tile still lacks up to tiles - 2 rows. Not where b does not stay in L2, as each tile of
 // rows reads it again.
-inline ScaledMm overlap_tiles(ScaledMm p, int rows_of_cluster) {
-  int constexpr kMostTiles = 4, kFewRows = 16, kBytesInL2 = 32 << 20;
+inline ScaledMm overlap_tiles(ScaledMm p, int rows_of_cluster, int64_t l2_bytes) {
+  int constexpr kMostTiles = 4, kFewRows = 16;
   int const tiles = (p.m - 1) / rows_of_cluster + 1;
   if (p.batch > 1 || tiles < 2 || tiles > kMostTiles || tiles * rows_of_cluster - p.m < kFewRows) return p;
-  if (int64_t(p.n) * p.k > kBytesInL2) return p;
+  if (int64_t(p.n) * p.k > l2_bytes) return p;
   int const step = (p.m - rows_of_cluster + tiles - 2) / (tiles - 1);
   p.batch = tiles;
   p.m -= (tiles - 1) * step;
@@ -32,8 +34,8 @@ inline ScaledMm overlap_tiles(ScaledMm p, int rows_of_cluster) {
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
           Schedule schedule, bool Swap>
 struct Gemm {
-  static cudaError_t prepare();
-  static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, Submit const& submit);
+  static cudaError_t prepare(bool& fits);
+  static cudaError_t launch(ScaledMm const& problem, int swizzle, Gpu const& gpu, Submit const& submit);
 };
 
 }  // namespace jax_qmm::sm90

@@ -1,9 +1,10 @@
 // The product for operands that TMA can't describe: any alignment, any N and K, K = 0 too. Warp-level tensor cores on
 // 64 x 64 tiles.
-#include "launch.cuh"
+#include "core/launch.cuh"
+#include "core/mma.cuh"
+#include "core/prepare.h"
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/generic.h"
-#include "scaled_mm/mma.cuh"
 
 namespace jax_qmm {
 namespace {
@@ -110,8 +111,8 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
     for (int h = 0; h < 2; ++h) {
       int const m = tile_m * kTile + warp_m + i * 16 + h * 8 + group;
       if (m >= p.m) continue;
-      float const scale_a = p.epilogue.scale_a.load(l, m);
-      int32_t const azp = p.epilogue.azp.load(l, m);
+      Terms<Value> terms;
+      p.epilogue.load_row(l, m, terms);
       Bits* out = static_cast<Bits*>(p.out) + (int64_t(l) * p.m + m) * p.n;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -120,8 +121,8 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
           int const n = tile_n * kTile + warp_n + j * 8 + member * 2 + c;
           if (n >= p.n) continue;
           Accumulator const sum = acc[i][j][h * 2 + c];
-          float const value = combine(subtract_zero_point(sum, azp, p.epilogue.azp_adj.load(l, n)), scale_a,
-                                      p.epilogue.scale_b.load(l, n), p.epilogue.bias.load(l, n));
+          p.epilogue.load_column(l, n, terms);
+          float const value = apply(sum, terms);
           out[n] = p.epilogue.output.template round_one<Bits>(value, sum);
         }
       }
@@ -130,6 +131,16 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
 }
 
 }  // namespace
+
+cudaError_t prepare_generic() {
+  bool fits;
+  for (auto* kernel : {generic_kernel<int32_t, uint16_t>, generic_kernel<int32_t, uint32_t>,
+                       generic_kernel<float, uint16_t>, generic_kernel<float, uint32_t>}) {
+    if (cudaError_t const error = prepare_kernel(reinterpret_cast<void const*>(kernel), {1, kThreads}, fits))
+      return error;
+  }
+  return cudaSuccess;
+}
 
 cudaError_t launch_generic(ScaledMm const& p, Submit const& submit) {
   auto address = [](void const* pointer) { return reinterpret_cast<uintptr_t>(pointer); };

@@ -45,19 +45,21 @@ void fill(void* data, size_t bytes, std::string const& pattern, size_t offset) {
 
 }  // namespace
 
-std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledMmChoice> const& choices,
+std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledMmChoice> const& choices, Gpu const& gpu,
                                       std::string const& pattern, int rounds) {
   if (pattern.empty() || rounds < 1) throw std::invalid_argument("measuring needs a pattern and a round");
-  for (ScaledMmChoice choice : choices) check_scaled_mm_choice(shape, choice);
+  auto check_choices = [&] {
+    for (ScaledMmChoice choice : choices) check_scaled_mm_choice(shape, choice, gpu);
+  };
+  check_choices();  // without a GPU as well
+  OnDevice const on_device(gpu);
+  check(prepare_scaled_mm());
+  check_choices();  // now that it is known which kernels fit
   size_t const a_bytes = size_t(shape.m) * shape.k, b_bytes = size_t(shape.n) * shape.k;
   size_t const out_bytes = size_t(shape.m) * shape.n * bytes_of(shape.out_dtype);
   size_t const set_bytes = a_bytes + b_bytes + out_bytes;
   int const sets = std::clamp<int>(400'000'000 / set_bytes + 1, 2, 24);
 
-  int device, sm_count;
-  check(cudaGetDevice(&device));
-  check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device));
-  check(prepare_scaled_mm());
   std::vector<Buffer> buffers;
   auto allocate = [&](size_t bytes) {
     buffers.push_back(make<Buffer>(cudaMalloc, bytes));
@@ -93,8 +95,7 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
   std::vector<int> repeats;
   for (ScaledMmChoice choice : choices) {
     auto launch_all = [&] {
-      for (ScaledMm const& problem : problems)
-        check(launch_scaled_mm(problem, choice, sm_count, on_stream(stream.get())));
+      for (ScaledMm const& problem : problems) check(launch_scaled_mm(problem, choice, gpu, on_stream(stream.get())));
     };
     // As many launches as make the graph's own start small beside them.
     launch_all();

@@ -1,18 +1,42 @@
-// Products of few waves of tiles, mostly one: each block has one tile, or a part of its K, and ends. Without a next
-// tile to go on with, all shared memory is stages, and what the blocks of a cluster have added up passes through the
-// same memory: each sums some rows of the tile from all parts, in a fixed order. Two warps load, by TMA, and warpgroups
-// multiply; small blocks share an SM, so that one reads while another ends.
+// Products of few waves of tiles, mostly one. Each block computes one tile, or a part of one tile's K, and ends. There
+// is no next tile to load meanwhile, so all shared memory is stages of the pipeline. Where several blocks share a
+// tile's K (split-K), each sends its sums to the blocks of its cluster through the memory that the stages had: every
+// block adds up some rows of the tile from all parts, in a fixed order. Small blocks share an SM, so that one reads
+// while another ends.
+//
+// X is the operand whose rows are the tensor cores' M, Y the other; a is X unless the kernel is swapped.
+//
+//   warps                  role
+//   0 ... kMathWarps - 1   multiply (whole warpgroups); then store their sums, and finish rows of the tile
+//   kMathWarps             loads X by TMA
+//   kMathWarps + 1         loads Y by TMA; whichever of the two loads a initializes the barriers
+//   kMathWarps + 2         copies the tile's part of the epilogue's terms to shared memory
+//
+//   mbarrier      arrivals of a phase                         who waits, and for what
+//   full[stage]   2, the load warps of this block, and the    math warps: both operands of the stage are there
+//                 bytes of all boxes that blocks send here
+//   empty[stage]  kMathWarps of each of the kSenders blocks   load warps, from the second turn on: every block to which
+//                 that share an operand with this one         they send has multiplied what the stage held
+//   added         kMathWarps, 1 for the expected bytes, and   math warps: the sums of all parts of K are there
+//                 the bytes of the other parts' sums          (split-K alone, one phase)
+//
+// The phase of full and empty is the parity of the turn, of which a stage has one for every kStages K tiles. Stages of
+// the last turn are not released: their load warps do not come back, and a block that is done may have exited.
+//
+// A block may exit while boxes that it has sent to other blocks are on their way: their source is global memory, they
+// arrive in the other blocks' memory and at those blocks' barriers, and nothing of this block takes part any more.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <algorithm>
 #include <type_traits>
 
+#include "core/launch.cuh"
+#include "core/prepare.h"
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/mma_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/array.h"
 #include "cutlass/cuda_host_adapter.hpp"
-#include "launch.cuh"
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/one_tile_sm90.h"
 
@@ -30,7 +54,6 @@ struct Params {
   EpilogueArgs epilogue;
 };
 
-// X is the operand whose rows are the tensor cores' M, Y the other.
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
           int BlocksPerSm, bool Swap>
 struct Types {
@@ -57,12 +80,13 @@ struct Types {
   static constexpr bool kStoresOwn = kShare >= 8;
 
   static constexpr int kMostStages = 32;
+  template <class T, bool kAlongRows>
+  struct OfTile {
+    static constexpr bool kOfRow = kAlongRows;
+    alignas(16) T values[kOfRow ? kM : kN];
+  };
   struct Shared {
-    alignas(16) float scale_b[kN];
-    alignas(16) float bias[kN];
-    alignas(16) int32_t azp_adj[kN];
-    float scale_a[kM];
-    int32_t azp[kM];
+    Terms<OfTile> terms;
     uint64_t full[kMostStages], empty[kMostStages], added;
   };
   // In place of the stages when all are multiplied; padded, so that the fragments' stores hit distinct banks.
@@ -91,6 +115,12 @@ __device__ void load(CUtensorMap const& boxes, int k, int row, int entry, uint8_
     SM90_TMA_LOAD_3D::copy(&boxes, full, static_cast<uint64_t>(hint), to, k, row, entry);
   }
 }
+
+constexpr int kEach = 4;  // consecutive columns that a thread finishes at a time
+template <class T>
+using Each = cutlass::AlignedArray<T, kEach>;
+template <class T, bool kOfRow>
+using EachOf = Each<T>;
 
 // Without a release, which takes up to 1 us: what other blocks read of this one's memory are barriers, which have a
 // fence of their own.
@@ -207,20 +237,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     __syncwarp();
   } else if (!multiplies) {
     cudaGridDependencySynchronize();
-    auto const bring = [&](auto& to, auto const& from, int first, int end) {
-      constexpr int kSize = sizeof(to) / sizeof(to[0]);
+    auto const copy = [&](auto& to, auto const& from) {
+      constexpr int kSize = sizeof(to.values) / sizeof(to.values[0]);
+      int const first = from.kOfRow ? first_m : first_n, end = from.kOfRow ? p.m : p.n;
 #pragma unroll
       for (int i = lane; i < kSize; i += 32) {
-        if (first + i < end) to[i] = from.load(l, first + i);
+        if (first + i < end) to.values[i] = from.load(l, first + i);
       }
     };
-    bring(smem.scale_a, p.epilogue.scale_a, first_m, p.m);
-    bring(smem.scale_b, p.epilogue.scale_b, first_n, p.n);
-    bring(smem.bias, p.epilogue.bias, first_n, p.n);
-    if constexpr (std::is_same_v<Element, int8_t>) {
-      bring(smem.azp, p.epilogue.azp, first_m, p.m);
-      bring(smem.azp_adj, p.epilogue.azp_adj, first_n, p.n);
-    }
+    each_term<std::is_same_v<Element, int8_t>>(copy, smem.terms, p.epilogue);
   } else {
     p.epilogue.prefetch(kMathThreads);
     Tensor fragments_x = thread.make_fragment_A(thread.partition_A(stages_x));
@@ -265,13 +290,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       Full::arrive_and_expect_tx(&smem.added, (kSplit - T::kStoresOwn) * rows * kN * sizeof(Accumulator));
     sync_cluster();
   }
-  auto const give = [&](int m, int n, auto value) {
+  // Stores sums at their place in the block that adds up this row.
+  auto const send = [&](int m, int n, auto value) {
     auto& to = partial[part * kShare + m % kShare][n];
     if constexpr (kSplit > 1) {
       static_assert(sizeof(value) == 4, "blocks that share K are swapped: what passes between them are single sums");
-      if (int const adds = m / kShare; adds != part || !T::kStoresOwn) {
+      if (int const adder = m / kShare; adder != part || !T::kStoresOwn) {
         return store_shared_remote(reinterpret_cast<uint32_t&>(value), cast_smem_ptr_to_uint(&to),
-                                   cast_smem_ptr_to_uint(&smem.added), rank(adds, in_x, in_y));
+                                   cast_smem_ptr_to_uint(&smem.added), rank(adder, in_x, in_y));
       }
     }
     reinterpret_cast<decltype(value)&>(to) = value;
@@ -282,10 +308,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     for (int i = 0; i < size(acc); i += 2) {
       int const row = get<0>(places(i)), column = get<1>(places(i));
       if constexpr (T::kSwap) {
-        give(column, row, acc(i));
-        give(column + 1, row, acc(i + 1));
+        send(column, row, acc(i));
+        send(column + 1, row, acc(i + 1));
       } else {
-        give(row, column, cutlass::AlignedArray<Accumulator, 2>{acc(i), acc(i + 1)});
+        send(row, column, cutlass::AlignedArray<Accumulator, 2>{acc(i), acc(i + 1)});
       }
     }
   }
@@ -300,32 +326,39 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
 
   // Each thread has some columns, whose scales it keeps, of each of some rows. All are in the matrix or none: TMA takes
   // only rows of whole 16 bytes.
-  constexpr int kEach = 4, kAcross = kN / kEach, kDown = kMathThreads / kAcross;
-  auto const some = [](auto const* from) {
-    return *reinterpret_cast<cutlass::AlignedArray<remove_cvref_t<decltype(*from)>, kEach> const*>(from);
+  constexpr int kAcross = kN / kEach, kDown = kMathThreads / kAcross;
+  auto const load_each = [](auto const* from) {
+    return *reinterpret_cast<Each<remove_cvref_t<decltype(*from)>> const*>(from);
   };
   int const column = threadIdx.x % kAcross * kEach, first_row = part * kShare;
   int const rows = min(kShare, min(p.tile_m, p.m - first_m) - first_row);
   if (threadIdx.x >= kAcross * kDown || first_n + column >= p.n) return;
-  auto const scale_b = some(&smem.scale_b[column]), bias = some(&smem.bias[column]);
-  auto const azp_adj = some(&smem.azp_adj[column]);
+  auto const load_of_columns = [&](auto& each, auto const& of) {
+    if constexpr (!of.kOfRow) each = load_each(&of.values[column]);
+  };
+  Terms<EachOf> of_columns;
+  each_term(load_of_columns, of_columns, smem.terms);
   auto* const out =
       static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + first_n + column;
 #pragma unroll 4
   for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
-    auto sums = some(&partial[row][column]);
+    auto sums = load_each(&partial[row][column]);
 #pragma unroll
     for (int other = 1; other < kSplit; ++other) {
-      auto const more = some(&partial[other * kShare + row][column]);
+      auto const more = load_each(&partial[other * kShare + row][column]);
 #pragma unroll
       for (int j = 0; j < kEach; ++j) sums[j] = add(sums[j], more[j]);
     }
-    float const scale_a = smem.scale_a[first_row + row];
-    int32_t const azp = smem.azp[first_row + row];
     float values[kEach];
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      values[j] = combine(subtract_zero_point(sums[j], azp, azp_adj[j]), scale_a, scale_b[j], bias[j]);
+      auto const value = [&](auto const& each, auto const& of) {
+        if constexpr (of.kOfRow)
+          return of.values[first_row + row];
+        else
+          return each[j];
+      };
+      values[j] = apply(sums[j], map_terms<Value>(value, of_columns, smem.terms));
     }
     using Out = cutlass::AlignedArray<Bits, kEach>;
     *reinterpret_cast<Out*>(out + int64_t(row) * p.n) = p.epilogue.output.template round<Out, kEach>(values, sums);
@@ -349,15 +382,17 @@ cudaError_t make_boxes(void const* data, int rows, int64_t batch_stride, int box
 
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
           int BlocksPerSm, bool Swap>
-cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::prepare() {
+cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::prepare(
+    bool& fits) {
   using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
-  return cudaFuncSetAttribute(one_tile_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedMemory);
+  LaunchShape const shape{{}, T::kThreads, T::kSharedMemory, dim3(Split * ClusterX, ClusterY)};
+  return prepare_kernel(reinterpret_cast<void const*>(one_tile_kernel<T>), shape, fits);
 }
 
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
           int BlocksPerSm, bool Swap>
 cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::launch(
-    ScaledMm const& p, int, int, Submit const& submit) {
+    ScaledMm const& p, int, Gpu const&, Submit const& submit) {
   using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
   auto const tiles = [](int rows, int tile, int cluster) {
     return (rows - 1) / (tile * cluster) * cluster + cluster;  // whole clusters
@@ -382,7 +417,7 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
 
 #define GEMM(...)
 #define SKINNY(...)
-#define ONE_TILE(cost, ...) template struct JAX_QMM_ONE_TILE(__VA_ARGS__);
+#define ONE_TILE(...) template struct JAX_QMM_ONE_TILE(__VA_ARGS__);
 #include "scaled_mm/instances_sm90.def"
 
 }  // namespace jax_qmm::sm90

@@ -1,15 +1,17 @@
 // The kernel whose blocks compute one tile each, or a part of its K, defined in one_tile_sm90.cu.
 #pragma once
 
-#include "scaled_mm/scaled_mm.h"
+#include "core/gpu.h"
+#include "core/launch.h"
+#include "scaled_mm/problem.h"
 
 namespace jax_qmm::sm90 {
 
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
           int BlocksPerSm, bool Swap>
 struct OneTile {
-  static cudaError_t prepare();
-  static cudaError_t launch(ScaledMm const& problem, int swizzle, int sm_count, Submit const& submit);
+  static cudaError_t prepare(bool& fits);
+  static cudaError_t launch(ScaledMm const& problem, int swizzle, Gpu const& gpu, Submit const& submit);
 };
 
 }  // namespace jax_qmm::sm90

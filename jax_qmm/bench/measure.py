@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +18,22 @@ import numpy as np
 from jax.profiler import ProfileData
 
 import jax_qmm
-from jax_qmm import _ffi
+from jax_qmm import _extension, tuning
 from jax_qmm.tuning import Product
 
-PEAK = 1979e12  # operations a second, dense and of 8 bits: H100 SXM, H200
+PEAK = tuning.h200()["peak"]  # operations a second, dense and of 8 bits: H100 SXM, H200
 
 
-def open_gpu(command: str):
-    """The extension module and the GPU that its kernels run on; ends the process with code 2 without them."""
-    gpus = _ffi._gpus()
-    reason = _ffi.fallback_reason("cuda") if gpus else "JAX sees no NVIDIA GPU here"
+def open_gpu(command: str) -> tuple[Any, Any]:
+    """The extension module and its GPU that its kernels run on; ends the process with code 2 without them."""
+    gpus = _extension._gpus()
+    reason = _extension.fallback_reason("cuda") if gpus else "JAX sees no NVIDIA GPU here"
     if reason:
         print(f"{command} measures the kernels on a GPU, and can't: {reason}", file=sys.stderr)
         raise SystemExit(2)
-    return _ffi._load()[0], gpus[0]
+    gpu = _extension.gpu()
+    gpu.prepare()
+    return _extension._load()[0], gpu
 
 
 @functools.cache
@@ -47,10 +50,9 @@ def kernel_us(kernels, product: Product, choices: Sequence[tuple[int, int]], rou
 
     A launch's start may overlap the end of the one before, as in graphs that XLA records.
     """
-    m, n, k, _, dtype, out_dtype, fast_accum = product
-    return kernels.measure_scaled_mm(
-        m, n, k, dtype, out_dtype, fast_accum, list(choices), _pattern(jnp.dtype(dtype)).tobytes(), rounds
-    )
+    pattern = _pattern(jnp.dtype(product.dtype)).tobytes()
+    problem = kernels.ScaledMmProblem(*product._replace(batch=1))
+    return problem.measure(choices=list(choices), gpu=_extension.gpu(), pattern=pattern, rounds=rounds)
 
 
 def count_sets(nbytes: int, most: int) -> int:
@@ -109,7 +111,10 @@ def nbytes(product: Product) -> int:
 
 
 def roofline_us(product: Product, bandwidth: float) -> float:
-    """Microseconds of a product's bytes at `bandwidth` or its operations at the peak: no kernel is faster.
+    """The larger of the microseconds that a product's bytes take at `bandwidth` and its operations at the peak.
+
+    It is a yardstick and no bound where `bandwidth` is a copy's: a product reads more than it writes, and memory is
+    read faster than it is copied.
 
     >>> product = Product(1024, 6144, 4096, 1, "int8", "bfloat16", False)
     >>> f"{roofline_us(product, 4.3e12):.1f}"
@@ -179,7 +184,7 @@ def chain(product: Product, sets: list[tuple]) -> list[tuple]:
 
 def in_jit(product: Product) -> dict[str, Callable[[], float]]:
     """What measures, inside jitted programs: `scaled_mm`, the same by XLA, and XLA's product of bfloat16."""
-    _call_each.clear_cache()  # of the products before
+    _call_each.clear_cache()  # of the products before  # pyright: ignore[reportAttributeAccessIssue]
     sets = functools.cache(lambda dtype: chain(product, operands(product, dtype)))
     return {
         "jit": lambda: jit_us(jax_qmm.scaled_mm, sets(product.dtype)),

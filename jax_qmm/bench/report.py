@@ -5,11 +5,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
-from jax_qmm import report
 from jax_qmm.bench.measure import nbytes
 from jax_qmm.bench.shapes import DTYPES
+from jax_qmm.text_table import format_table
 from jax_qmm.tuning import Product
 
 # What is measured: its name in tables, and what of ours its time is compared with.
@@ -32,14 +32,19 @@ class Row:
     Attributes:
       product: its shape and dtypes.
       kernel: the kernel chosen and why, in words.
-      roofline_us: what no kernel can be faster than.
-      us: microseconds by key of `LABELS`; what is not there was not measured.
+      roofline_us: microseconds by `measure.roofline_us`.
+      times: microseconds of each turn by key of `LABELS`; what is not there was not measured.
     """
 
     product: Product
     kernel: str
     roofline_us: float
-    us: dict[str, float] = dataclasses.field(default_factory=dict)
+    times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def us(self) -> dict[str, float]:
+        """The median of each one's turns."""
+        return {name: median(times) for name, times in self.times.items()}
 
     def share(self, name: str) -> float:
         """The part of the roofline that `name` reaches."""
@@ -65,7 +70,7 @@ def align(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
         [cell and cell.rjust(width) if i < flush else cell for i, (cell, width) in enumerate(zip(line, widths))]
         for line in [header, *rows]
     )
-    return report.format_table(header, rows)
+    return format_table(header, rows)
 
 
 def format_us(microseconds: float | None) -> str:
@@ -119,7 +124,7 @@ def summary(rows: Sequence[Row]) -> str:
             speedups = [(speedup, row) for row in mine if (speedup := row.speedup(name))]
             if speedups:
                 lines.append((kind, f"speed over {label}", *_mean_and_worst(speedups, "{:.2f}x")))
-    return report.format_table(("dtype", "", "geometric mean", "worst", "at"), lines)
+    return format_table(("dtype", "", "geometric mean", "worst", "at"), lines)
 
 
 def _mean_and_worst(values, text):
@@ -129,12 +134,16 @@ def _mean_and_worst(values, text):
     return f"{text.format(mean)} of {len(values)}", text.format(value), at
 
 
-def write_csv(path: Path, rows: Sequence[Row], bandwidth: float) -> None:
-    """Writes a line for each product; times are in microseconds, those that were not measured empty."""
+def write_csv(path: Path, rows: Sequence[Row], bandwidth: float, gpu: str) -> None:
+    """Writes a line for each product.
+
+    Times are in microseconds, the median, the least and the most of the turns; what was not measured is empty.
+    """
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(
             [
+                "gpu",
                 "dtype",
                 "out_dtype",
                 "m",
@@ -143,13 +152,15 @@ def write_csv(path: Path, rows: Sequence[Row], bandwidth: float) -> None:
                 "kernel",
                 "copy_tb_per_s",
                 "roofline_us",
-                *(f"{name}_us" for name in LABELS),
+                *(f"{name}{of}_us" for name in LABELS for of in ("", "_least", "_most")),
             ]
         )
         for row in rows:
             p = row.product
+            times = [row.times.get(name) for name in LABELS]
             writer.writerow(
                 [
+                    gpu,
                     KINDS[p.dtype],
                     p.out_dtype,
                     p.m,
@@ -158,6 +169,6 @@ def write_csv(path: Path, rows: Sequence[Row], bandwidth: float) -> None:
                     row.kernel,
                     f"{bandwidth / 1e12:.3f}",
                     f"{row.roofline_us:.3f}",
-                    *(f"{row.us[name]:.3f}" if name in row.us else "" for name in LABELS),
+                    *(f"{of(turns):.3f}" if turns else "" for turns in times for of in (median, min, max)),
                 ]
             )

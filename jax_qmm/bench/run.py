@@ -1,24 +1,28 @@
 """`python -m jax_qmm bench`: the kernels against the roofline, XLA and cuBLASLt."""
 
-import statistics
+import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from tqdm import tqdm
 
-from jax_qmm import _ffi
-from jax_qmm.bench import cublaslt, measure, report
+from jax_qmm import _extension
+from jax_qmm.bench import check, cublaslt, measure, report
 from jax_qmm.tuning import Product
 
 ROUNDS = 9
-TURNS = 3
+TURNS = 3  # the least, the median and the most of them go to the CSV
 NOTES = """\
 The peak is that of dense 8-bit products by the datasheets of H100 SXM and H200.
-us: median of CUDA graph replays, in turns with those of cuBLASLt; in jit: by JAX's profiler, in one program
-of many such calls.
+A copy reads and writes: kernels that almost only read, those of small M, pass the roofline by several per cent.
+us: median of CUDA graph replays; in jit: by JAX's profiler, in one program of many such calls. All that is measured
+of a product is measured three times, each time in another random order; the times are the medians.
 (1.20x): takes 1.20 times as long as jax_qmm measured in the same way.
 The calls have operands of their own, which together exceed the L2 cache several times.
+Kernels of jax_qmm that are "tuned" were chosen by measurement, those of cuBLASLt by its heuristic. Launches of
+jax_qmm overlap: each starts while the one before it ends.
 cuBLASLt is PyTorch's: fp8 with the same scales, and tensorwise with one for each operand; int8 for M > 16 alone, to
 int32 and without scales."""
 
@@ -41,40 +45,52 @@ def measure_all(
     with tqdm(products, desc="bench", unit="product") as bar:
         for product in bar:
             *shape, dtype, out_dtype, fast_accum = product
-            where = _ffi.describe_scaled_mm(*shape, dtype, out_dtype, fast_accum)
+            where = _extension.describe_scaled_mm(*shape, dtype, out_dtype, fast_accum)
             row = report.Row(product, where, measure.roofline_us(product, bandwidth))
-            chosen = kernels.select_scaled_mm(*product, _ffi._gpus()[0].core_count)
+            chosen = kernels.ScaledMmProblem(*product).select(_extension.gpu())
             calls = {"ours": lambda: measure.kernel_us(kernels, product, [chosen], ROUNDS)[0]}
             if "cublaslt" in peers:
                 calls |= cublaslt.calls(product)
-            # The clock of a hot GPU falls within seconds: who is always measured last would lose.
-            order = [name for turn in range(TURNS) for name in [*calls][turn:] + [*calls][:turn]]
             if "xla" in peers:
-                calls |= (in_jit := measure.in_jit(product))
-                order += [*in_jit, *reversed(in_jit)]
-            times = {name: [] for name in calls}
+                calls |= measure.in_jit(product)
+            # Each leaves the next one a clock and a temperature of the GPU: no two shall always be neighbours.
+            shuffle = random.Random(str(product))
+            order = [name for _ in range(TURNS) for name in shuffle.sample([*calls], len(calls))]
             for name in order:
                 if name not in calls:
                     continue
                 label = report.LABELS[name][0]
                 bar.set_postfix_str(f"M {product.m}, N {product.n}, K {product.k}, {label}")
                 try:
-                    times[name].append(calls[name]())
+                    us = calls[name]()
                 except RuntimeError as error:  # of CUDA, PyTorch or XLA: no memory, a shape not supported
                     failures.append(f"{label} failed on {product}: {_first_line(error)}")
                     if name == "ours":
                         break
                     del calls[name]
                     continue
-                row.us[name] = statistics.median(times[name])
-                if name == "ours" and len(times[name]) == 1:
+                row.times.setdefault(name, []).append(us)
+                if name == "ours" and len(row.times[name]) == 1:
                     rows.append(row)
 
 
-def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None, png: Path | None) -> None:
-    """Measures and prints the report, if interrupted of what there is; see `python -m jax_qmm bench --help`."""
+def main(
+    *,
+    products: Sequence[Product],
+    peers: Sequence[str],
+    csv: Path | None,
+    png: Path | None,
+    reference: check.Reference | None = None,
+) -> None:
+    """Measures and prints the report, if interrupted of what there is; see `python -m jax_qmm bench --help`.
+
+    Ends the process with code 1 where a product is slower than in `reference`.
+    """
     kernels, gpu = measure.open_gpu("bench")
-    title = f"jax_qmm on {gpu.device_kind}, jax {jax.__version__}"
+    if reference and reference.gpu not in ("", gpu.name):
+        print(f"{reference.path} was measured on {reference.gpu}; this is {gpu.name}", file=sys.stderr)
+        raise SystemExit(2)
+    title = f"jax_qmm on {gpu.name}, jax {jax.__version__}"
     remark = ""
     if "cublaslt" in peers and (missing := cublaslt.missing()):
         peers = [peer for peer in peers if peer != "cublaslt"]
@@ -99,7 +115,7 @@ def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None,
         print(*report.tables(rows), report.summary(rows), f"{roofline}\n{NOTES}", sep="\n\n")
     print(*failures, sep="\n", end="\n" if failures else "")
     if rows and csv:
-        report.write_csv(csv, rows, bandwidth)
+        report.write_csv(csv, rows, bandwidth, gpu.name)
         print(f"wrote {csv}")
     if rows and png:
         from jax_qmm.bench import figure  # matplotlib is needed for this alone
@@ -108,6 +124,11 @@ def main(*, products: Sequence[Product], peers: Sequence[str], csv: Path | None,
         print(f"wrote {png}")
     if stopped:
         raise stopped
+    if reference:
+        slower = check.slower(rows, reference)
+        print(f"\n{check.table(slower, len(rows), reference)}")
+        if slower or len(rows) < len(products):
+            raise SystemExit(1)
 
 
 def _first_line(error):

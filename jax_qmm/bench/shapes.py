@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the weights of its linear layers (llama-3-8b); custom has those of --shapes",
     )
     parser.add_argument("--shapes", type=_weight, nargs="+", metavar="N,K", help="weights of these shapes instead")
-    parser.add_argument(
-        "--m", type=_numbers, default=ROWS, metavar="M,M,...", help=f"numbers of tokens ({','.join(map(str, ROWS))})"
-    )
+    parser.add_argument("--m", type=_numbers, metavar="M,M,...", help=f"numbers of tokens ({','.join(map(str, ROWS))})")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="of the operands (both)")
 
 
@@ -41,31 +39,32 @@ def products(*, model: str | None, shapes, m, dtype, out_dtype=("bfloat16",)) ->
     if (model == "custom") != bool(shapes):
         print("--model custom needs --shapes, and no other model takes them", file=sys.stderr)
         raise SystemExit(2)
-    # As scaled_mm has it by default: fp8 is summed fast, int8 knows no other way than exactly.
     named = (
-        Product(rows, n, k, 1, DTYPES[kind], out, kind == "fp8")
+        product(rows, n, k, DTYPES[kind], out)
         for n, k in shapes or MODELS[model]
         for kind in dtype
         for out in out_dtype
-        for rows in m
+        for rows in m or ROWS
     )
     return list(dict.fromkeys(named))
 
 
+def product(m: int, n: int, k: int, dtype: str, out_dtype: str) -> Product:
+    """A product as `scaled_mm` computes it by default: fp8 is summed fast, int8 exactly as always."""
+    return Product(m, n, k, 1, dtype, out_dtype, dtype != "int8")
+
+
 def _numbers(text):
-    numbers = tuple(int(number) for number in text.split(","))
+    try:
+        numbers = tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no list of numbers with commas between them") from None
     if min(numbers) < 1 or max(numbers) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"{text} holds a number that is no positive 32-bit integer")
     return numbers
 
 
 def _weight(text):
-    numbers = _numbers(text)
-    if len(numbers) != 2:
-        raise argparse.ArgumentTypeError(f"{text} is no pair N,K")
-    return numbers
-
-
-# argparse names these in "invalid ... value".
-_numbers.__name__ = "list of numbers"
-_weight.__name__ = "pair N,K"
+    if text.count(",") != 1:
+        raise argparse.ArgumentTypeError(f"{text} is no pair N,K such as 6144,4096")
+    return _numbers(text)

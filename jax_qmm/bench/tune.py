@@ -27,7 +27,7 @@ def is_large(product: Product) -> bool:
 
 
 def first_us(kernels, product: Product, choices: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    """Microseconds of each choice, measured once, or large products three times: tells the fast ones from the others."""
+    """Microseconds of each choice, measured once, or three times for large products, to tell the fast ones."""
     return dict(zip(choices, measure.kernel_us(kernels, product, choices, 3 if is_large(product) else 1)))
 
 
@@ -40,16 +40,16 @@ def alone_us(kernels, product: Product, choice: tuple[int, int]) -> float:
     return measure.kernel_us(kernels, product, [choice], ROUNDS)[0]
 
 
-def fastest(kernels, product: Product, default: tuple[int, int]) -> tuple[tuple[int, int], float, float]:
-    """The fastest kernel for `product`, its microseconds, and those of `default`, which stays where the gain is noise."""
-    first = first_us(kernels, product, kernels.scaled_mm_choices(*product))
-    finalists = list(dict.fromkeys([default, *sorted(first, key=first.get)[:FINALISTS]]))
-    # Several times and in other orders, as the clock is what kernels before have left: measured once with the default first,
-    # large products got kernels 0.5 % behind the fastest, by the median of three times 0.25 %.
+def fastest(kernels, product: Product, gpu, default: tuple[int, int]) -> tuple[tuple[int, int], float, float]:
+    """The fastest kernel, its microseconds, and those of `default`, which stays where the gain is noise."""
+    first = first_us(kernels, product, kernels.ScaledMmProblem(*product).choices(gpu))
+    finalists = list(dict.fromkeys([default, *sorted(first, key=first.__getitem__)[:FINALISTS]]))
+    # Several times and in other orders, as the clock is what kernels before have left: measured once with the default
+    # first, large products got kernels 0.5 % behind the fastest, by the median of three times 0.25 %.
     orders = [random.Random(turn).sample(finalists, len(finalists)) for turn in range(TURNS)]
     turns = [{choice: alone_us(kernels, product, choice) for choice in order} for order in orders]
     us = {choice: median(turn[choice] for turn in turns) for choice in finalists}
-    best = min(finalists, key=us.get)
+    best = min(finalists, key=us.__getitem__)
     if us[best] > NOISE * us[default]:
         best = default
     return best, us[best], us[default]
@@ -80,9 +80,9 @@ def main(*, products: Sequence[Product], file: Path | None) -> None:
         with tqdm(products, desc="tune", unit="product") as bar:
             for product in bar:
                 bar.set_postfix_str(f"M {product.m}, N {product.n}, K {product.k}")
-                default = kernels.select_scaled_mm(*product, gpu.core_count)
+                default = kernels.ScaledMmProblem(*product).select(gpu)
                 try:
-                    best, us, default_us = fastest(kernels, product, default)
+                    best, us, default_us = fastest(kernels, product, gpu, default)
                 except RuntimeError as error:  # of CUDA: too little memory
                     bar.write(f"left out: {product} ({error})")
                     continue
@@ -94,7 +94,7 @@ def main(*, products: Sequence[Product], file: Path | None) -> None:
         if measured:
             print("", *_report(kernels, entries, measured), sep="\n")
         print(
-            f"{file} holds {len(entries)} products on {gpu.device_kind}"
+            f"{file} holds {len(entries)} products on {gpu.name}"
             + ("" if tuning.path() == file else f"; set JAX_QMM_TUNING={file.absolute()} to load it")
         )
 

@@ -1,14 +1,12 @@
 """Checks of the arguments of scaled_mm and its variants; errors name the argument, what it had and needs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_qmm.qarray import QTYPES
-from jax_qmm.qarray import SCALE_DTYPES as FLOATS
-
-INT8 = (jnp.dtype(jnp.int8),)
-INT32 = (jnp.dtype(jnp.int32),)
+from jax_qmm.dtypes import INT32, QTYPES, SCALE_DTYPES
 
 
 def array(name, x, dtypes):
@@ -16,6 +14,7 @@ def array(name, x, dtypes):
     if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
         x = x.__jax_array__()
     needs = f"needs an array of {' or '.join(dtype.name for dtype in dtypes)}"
+    x = _narrow(name, x)
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
         raise TypeError(f"{name} is a {type(x).__name__}; it {needs}")
     if x.dtype not in dtypes:
@@ -24,13 +23,38 @@ def array(name, x, dtypes):
 
 
 def asarray(name, x):
-    """`x` as a JAX array; lists and numpy's float64 are converted as JAX does it."""
+    """`x` as a JAX array; lists too."""
+    x = _narrow(name, x)
     try:
         return jnp.asarray(x)
     except OverflowError:
         raise ValueError(f"{name} is {x}, which is out of range") from None
     except (TypeError, ValueError):
         raise TypeError(f"{name} is a {type(x).__name__}, needs an array") from None
+
+
+def int32(name, x):
+    """Integers as a JAX array of int32."""
+    if isinstance(x, int) and not isinstance(x, bool):
+        x = np.asarray(x)
+    x = asarray(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {x.dtype}, needs an integer dtype")
+    return x.astype(jnp.int32)
+
+
+def _narrow(name, x):
+    """NumPy's float64 as float32 and its wide integers as int32, which must hold them; with JAX's x64 too."""
+    if not isinstance(x, (np.ndarray, np.generic)):
+        return x
+    if x.dtype == np.float64:
+        return x.astype(np.float32)
+    if x.dtype in (np.int64, np.uint64, np.uint32, np.object_):
+        bounds = np.iinfo(np.int32)
+        if x.size and not (bounds.min <= int(x.min()) and int(x.max()) <= bounds.max):
+            raise ValueError(f"{name} is {x}, which is out of range of int32")
+        return x.astype(np.int32)
+    return x
 
 
 def broadcasting(name, x, shape):
@@ -59,7 +83,7 @@ def scale(name, x):
     """A scale as an array; a Python number is one of float32."""
     if isinstance(x, (int, float)) and not isinstance(x, bool):
         return jnp.float32(x)
-    return array(name, x, FLOATS)
+    return array(name, x, SCALE_DTYPES)
 
 
 def along_rows(name, x, a):
@@ -89,13 +113,13 @@ def along_columns(name, x, b, scalar=False):
     raise ValueError(f"{name} has shape {x.shape}; with b of shape {b.shape} it needs {needs}")
 
 
-def out_dtype(dtype):
+def out_dtype(dtype: Any) -> Any:
     """`dtype` as one of the output dtypes of an epilogue with scales."""
     try:
         dtype = None if dtype is None else jnp.dtype(dtype)  # jnp.dtype(None) is float64
     except TypeError:
         raise TypeError(f"out_dtype is {dtype!r}; it needs to be a dtype") from None
-    if dtype not in (*FLOATS, *INT32):
+    if dtype not in (*SCALE_DTYPES, INT32):
         raise TypeError(f"out_dtype is {dtype}; it needs to be bfloat16, float16, float32 or, for the sums, int32")
     return dtype
 

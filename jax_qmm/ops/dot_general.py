@@ -7,32 +7,41 @@ names another. Weights are best stored with the contracted axes last (`quantize(
 kernel); stored otherwise they are transposed at each call.
 
 The derivative by a float operand is that of the product with the dequantized QArray: it passes straight
-through the quantizer. QArrays are constants.
+through the quantizer, as in `fake_quantize`. A static activation scale has the derivative that it has there.
+QArrays are constants.
+
+Results are named "quantized_product" for `jax.checkpoint`: its policy `dots_saveable` sees the products of jax.lax
+alone, and `save_from_both_policies(dots_saveable, save_only_these_names("quantized_product"))` these too.
 
 Products that the kernels cannot compute (scales that vary along a contracted axis, blocks of `tile_size`,
 zero points on both sides, no contracted axis) are computed in floating point from dequantized operands; see
-`jax_qmm.ops.contraction` for how `explain` sees this.
+`jax_qmm.ops.dequantized_dot` for how `explain` sees this.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_qmm.ops import checks
 from jax_qmm.ops.contraction import contract
 from jax_qmm.qarray import QArray
+from jax_qmm.schemes import W8A8
 
 
 def dot_general(
-    lhs,
-    rhs,
-    dimension_numbers,
-    precision=None,
-    preferred_element_type=None,
-    out_sharding=None,
+    lhs: ArrayLike | QArray,
+    rhs: ArrayLike | QArray,
+    dimension_numbers: jax.lax.DotDimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     *,
-    scheme=None,
-    bias=None,
-):
+    scheme: W8A8 | None = None,
+    bias: ArrayLike | None = None,
+) -> jax.Array:
     """`jax.lax.dot_general` for QArrays; without one it is that function.
 
     Sharded operands communicate as those of `scaled_mm`. The kernel sees several contracted axes as one, and
@@ -63,7 +72,7 @@ def dot_general(
     [[16193.0, -8128.0]]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    if not _any_quantized(lhs, rhs):
+    if not (isinstance(lhs, QArray) or isinstance(rhs, QArray)):
         return _plus(jax.lax.dot_general(lhs, rhs, dimension_numbers, **options), bias)
     shapes = (jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32) for x in (lhs, rhs))
     jax.eval_shape(lambda *args: jax.lax.dot_general(*args, dimension_numbers), *shapes)  # checks the numbers
@@ -78,15 +87,15 @@ def dot_general(
 
 
 def einsum(
-    subscripts,
-    *operands,
-    optimize="auto",
-    precision=None,
-    preferred_element_type=None,
-    out_sharding=None,
-    scheme=None,
-    bias=None,
-):
+    subscripts: str,
+    *operands: ArrayLike | QArray,
+    optimize: Any = "auto",
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    scheme: W8A8 | None = None,
+    bias: ArrayLike | None = None,
+) -> jax.Array:
     """`jax.numpy.einsum` of two operands for QArrays; without one it is that function.
 
     Args:
@@ -108,7 +117,7 @@ def einsum(
     (1, 5, 3, 2)
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    if not _any_quantized(*operands):
+    if not any(isinstance(x, QArray) for x in operands):
         return _plus(jnp.einsum(subscripts, *operands, optimize=optimize, **options), bias)
     if not isinstance(subscripts, str):
         raise ValueError("einsum with a QArray needs its subscripts as a string")
@@ -118,7 +127,16 @@ def einsum(
     return contract(*operands, labels, names=("operand 0", "operand 1"), scheme=scheme, bias=bias, **options)
 
 
-def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=None, scheme=None, bias=None):
+def matmul(
+    a: ArrayLike | QArray,
+    b: ArrayLike | QArray,
+    *,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    scheme: W8A8 | None = None,
+    bias: ArrayLike | None = None,
+) -> jax.Array:
     """`jax.numpy.matmul` for QArrays; without one it is that function.
 
     Args:
@@ -137,7 +155,7 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
     (5, 1, 3)
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    if not _any_quantized(a, b):
+    if not (isinstance(a, QArray) or isinstance(b, QArray)):
         return _plus(jnp.matmul(a, b, **options), bias)
     for name, x in (("a", a), ("b", b)):
         if jnp.ndim(x) == 0:
@@ -146,10 +164,6 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
     out = "..." + left[3:-1] + right[4:]
     labels = _einsum_labels(f"{left},{right}->{out}", jnp.shape(a), jnp.shape(b))
     return contract(a, b, labels, names=("a", "b"), scheme=scheme, bias=bias, **options)
-
-
-def _any_quantized(*operands):
-    return any(isinstance(x, QArray) for x in operands)
 
 
 def _plus(out, bias):
@@ -193,6 +207,6 @@ def _einsum_labels(subscripts, *shapes):
     sizes = dict(zip(left, shapes[0]))
     for label, size in zip(right, shapes[1]):
         other = sizes.get(label, size)
-        if other != size and not (isinstance(label, int) and 1 in (size, other)):
+        if other != size and 1 not in (size, other):
             fail(f"{spell(label)} has sizes {other} and {size}")
     return left, right, out

@@ -2,31 +2,44 @@
 
 import functools
 import math
-import string
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import batching
+from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
-from jax_qmm import _compat, _ffi, reference
-from jax_qmm.ops import checks
-from jax_qmm.ops.partitioning import even_spec, named_sharding, register_lowerings, without_mesh
-from jax_qmm.qarray import SCALE_DTYPES, QArray
-from jax_qmm.schemes import check_qtype
+from jax_qmm import _compat, _extension
+from jax_qmm.dtypes import INT32, SCALE_DTYPES, check_qtype
+from jax_qmm.ops import checks, dispatch
+from jax_qmm.ops.sharding import partitioned
+from jax_qmm.qarray import QArray
+from jax_qmm.reference import quantize as reference
 
 
-def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scale=None, zero_point=None):
+def quantize(
+    x: ArrayLike,
+    qtype: DTypeLike = jnp.int8,
+    *,
+    axis: int | Sequence[int] | None = -1,
+    tile_size: int | None = None,
+    symmetric: bool = True,
+    scale: ArrayLike | None = None,
+    zero_point: ArrayLike | None = None,
+) -> QArray:
     """Quantizes `x` to 8 bits: round half to even, saturate.
+
+    It has no derivative, and differentiating through it is an error: `fake_quantize` is for training.
 
     int8 symmetric: `scale = absmax / 127`. int8 asymmetric: `scale = (max - min) / 255` over a range that
     includes 0, which the zero point then represents exactly. float8_e4m3fn: `scale = absmax / 448`. The
     arithmetic is float32. A row of zeros gives zeros. NaN and inf stay visible: a dynamic scale becomes NaN
     or inf, and so does the dequantized row. With a static scale inf saturates and NaN gives NaN in float8 but
-    0 in int8, which has none. Gradients are stopped: the derivative by `x` is zero.
+    0 in int8, which has none.
 
     The GPU kernels serve scales shared over trailing axes (any `tile_size` on the last axis too); other axes
     run as plain JAX. A weight is best stored with the axes last that products contract, a Flax kernel (K, N)
@@ -69,15 +82,14 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
 
     shape = scale_shape = tuple(1 if a in axes else size for a, size in enumerate(x.shape))
     if tile_size is not None:
-        (tiled,) = axes if len(axes) == 1 else (None,)
+        tiled: Any = axes[0] if len(axes) == 1 else None
         count = _check_tile_size(tile_size, tiled, x.shape)
         scale_shape = (*shape[:tiled], count, *shape[tiled + 1 :])
         shape = (*shape[:tiled], count, *shape[tiled:])
         whole, x = x.shape, x.reshape(*x.shape[:tiled], count, tile_size, *x.shape[tiled + 1 :])
         axes = (tiled + 1,)
-    x = jax.lax.stop_gradient(x)
     if scale is None:
-        out = quantize_dynamic_p.bind(x, qtype=qtype, axes=axes, symmetric=bool(symmetric))
+        out: Any = quantize_dynamic_p.bind(x, qtype=qtype, axes=axes, symmetric=bool(symmetric))
         qvalue, scale, zero_point = (*out, None)[:3]
     else:
         scale = _check_parameter("scale", scale, scale_shape).reshape(shape)
@@ -85,10 +97,11 @@ def quantize(x, qtype=jnp.int8, *, axis=-1, tile_size=None, symmetric=True, scal
             zero_point = _check_parameter("zero_point", zero_point, scale_shape).reshape(shape)
         operands = (x, scale) if zero_point is None else (x, scale, zero_point)
         (qvalue,) = quantize_static_p.bind(*_compat.align_varying(operands), qtype=qtype)
+    leaves: list[Any] = [qvalue, scale, zero_point]
     if tile_size is not None:
-        qvalue, scale = qvalue.reshape(whole), jnp.squeeze(scale, tiled + 1)
-        zero_point = None if zero_point is None else jnp.squeeze(zero_point, tiled + 1)
-    return QArray(qvalue, scale, zero_point)
+        squeeze = lambda leaf: None if leaf is None else jnp.squeeze(leaf, tiled + 1)
+        leaves = [leaves[0].reshape(whole), *map(squeeze, leaves[1:])]
+    return QArray(*leaves)
 
 
 def _check_x(x):
@@ -123,37 +136,67 @@ def _check_tile_size(tile_size, tiled, shape):
 
 
 def _check_parameter(name, value, shape):
-    integer = name == "zero_point"
-    if not integer and isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = np.float32(value)
-    value = checks.asarray(name, value)
-    if not (jnp.issubdtype(value.dtype, jnp.integer) if integer else value.dtype in SCALE_DTYPES):
-        kind = "an integer dtype" if integer else ", ".join(map(str, SCALE_DTYPES))
-        raise TypeError(f"{name} has dtype {value.dtype}, needs {kind}")
+    if name == "zero_point":
+        value = checks.int32(name, value)
+    else:
+        value = np.float32(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+        value = checks.asarray(name, value)
+        if value.dtype not in (*SCALE_DTYPES, np.dtype(np.float64)):
+            raise TypeError(f"{name} has dtype {value.dtype}, needs {', '.join(map(str, SCALE_DTYPES))}")
+        value = value.astype(jnp.float32)  # with JAX's x64, a scale computed from Python numbers is a float64
     trailing = shape[len(shape) - value.ndim :] if value.ndim <= len(shape) else None
     if trailing is None or not all(a == 1 or a == b for a, b in zip(value.shape, trailing)):
         raise ValueError(f"{name} has shape {value.shape}, needs () or one that broadcasts to {shape}")
-    value = jax.lax.stop_gradient(value.astype(jnp.int32 if integer else jnp.float32))
     return jnp.broadcast_to(value, shape)
 
 
-# Operands of the primitives: x, and for the static one a scale and perhaps a zero point, of x's rank and in
-# each dimension 1 or x's. Parameters: qtype; for the dynamic one also axes (sorted, not negative), symmetric.
+# The primitives: operands x, and for the static one a scale and perhaps a zero point, of x's rank and in each
+# dimension 1 or x's. Parameters: qtype; for the dynamic one also axes (sorted, not negative), symmetric.
+
 quantize_dynamic_p = Primitive("quantize_dynamic")
 quantize_static_p = Primitive("quantize_static")
-for _primitive in (quantize_dynamic_p, quantize_static_p):
-    _primitive.multiple_results = True
-    _compat.define_impl(_primitive)
+quantize_dynamic_p.multiple_results = quantize_static_p.multiple_results = True
 
 
-def rows_and_columns(shape, scale_shape, dynamic):
+# Abstract evaluation
+
+
+def _scale_shape(shape, axes):
+    return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+
+
+def _dynamic_abstract(x, *, qtype, axes, symmetric):
+    kept = {}
+    if _compat.explicit_mesh(x):
+        spec = (None if axis in axes else name for axis, name in enumerate(x.sharding.spec))
+        kept = {"sharding": x.sharding.update(spec=PartitionSpec(*spec))}
+    scale = x.update(shape=_scale_shape(x.shape, axes), dtype=jnp.dtype(jnp.float32), weak_type=False, **kept)
+    out = [x.update(dtype=qtype, weak_type=False), scale]
+    return out if symmetric else [*out, scale.update(dtype=INT32)]
+
+
+def _static_abstract(x, scale, zero_point=None, *, qtype):
+    return [x.update(dtype=qtype, weak_type=False)]
+
+
+# Lowerings
+
+
+def _dynamic_reference(x, *, qtype, axes, symmetric):
+    out = reference.quantize_dynamic(x, qtype, axes, symmetric)
+    return list(out[:2] if symmetric else out)
+
+
+def _static_reference(x, scale, zero_point=None, *, qtype):
+    return [reference.quantize_static(x, scale, zero_point, qtype)]
+
+
+def _rows_and_columns(shape, scale_shape, dynamic):
     """The (R, C) that the kernels see, one scale per row or one in all; None for scales of another layout.
 
-    `explain` reads this too: where it is None, plain JAX runs on every platform.
-
-    >>> rows_and_columns((2, 3, 4), (2, 3, 1), True), rows_and_columns((8, 4), (1, 1), True)
+    >>> _rows_and_columns((2, 3, 4), (2, 3, 1), True), _rows_and_columns((8, 4), (1, 1), True)
     ((6, 4), (8, 4))
-    >>> rows_and_columns((8, 4), (1, 4), True) is None
+    >>> _rows_and_columns((8, 4), (1, 4), True) is None
     True
     """
     varies = [axis for axis, size in enumerate(scale_shape) if size != 1]
@@ -166,61 +209,40 @@ def rows_and_columns(shape, scale_shape, dynamic):
     return math.prod(shape[:split]), math.prod(shape[split:])
 
 
-def _scale_shape(shape, axes):
-    return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+def _unserved(platform, devices, shape, scale_shape, dynamic):
+    if 0 not in shape and _rows_and_columns(shape, scale_shape, dynamic) is None:
+        return "its scales are not one per row"
+    return _extension.fallback_reason(platform, devices)
 
 
-@quantize_dynamic_p.def_abstract_eval
-def _dynamic_abstract(x, *, qtype, axes, symmetric):
-    kept = {}
-    if _compat.explicit_mesh(x):
-        spec = (None if axis in axes else name for axis, name in enumerate(x.sharding.spec))
-        kept = {"sharding": x.sharding.update(spec=PartitionSpec(*spec))}
-    scale = x.update(shape=_scale_shape(x.shape, axes), dtype=jnp.dtype(jnp.float32), weak_type=False, **kept)
-    out = [x.update(dtype=qtype, weak_type=False), scale]
-    return out if symmetric else [*out, scale.update(dtype=jnp.dtype(jnp.int32))]
+def _dynamic_unserved(platform, devices, operands, *, axes, **params):
+    (x,) = operands
+    return _unserved(platform, devices, x.shape, _scale_shape(x.shape, axes), dynamic=True)
 
 
-@quantize_static_p.def_abstract_eval
-def _static_abstract(x, scale, zero_point=None, *, qtype):
-    return [x.update(dtype=qtype, weak_type=False)]
-
-
-def _dynamic_reference(x, *, qtype, axes, symmetric):
-    out = reference.quantize_dynamic(x, qtype, axes, symmetric)
-    return list(out[:2] if symmetric else out)
-
-
-def _static_reference(x, scale, zero_point=None, *, qtype):
-    return [reference.quantize_static(x, scale, zero_point, qtype)]
+def _static_unserved(platform, devices, operands, **params):
+    x, scale, *_ = operands
+    return _unserved(platform, devices, x.shape, scale.shape, dynamic=False)
 
 
 def _dynamic_kernel(x, *, qtype, axes, symmetric):
-    scale_shape = _scale_shape(x.shape, axes)
-    layout = _kernel_layout(x.shape, scale_shape, dynamic=True)
-    if layout is None:
+    if 0 in x.shape:  # nothing to launch a kernel for
         return _dynamic_reference(x, qtype=qtype, axes=axes, symmetric=symmetric)
-    rows = math.prod(scale_shape)
-    column = functools.partial(jax.ShapeDtypeStruct, (rows, 1))
+    scale_shape = _scale_shape(x.shape, axes)
+    layout = _rows_and_columns(x.shape, scale_shape, dynamic=True)
+    column = functools.partial(jax.ShapeDtypeStruct, (math.prod(scale_shape), 1))
     workspace = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    call = jax.ffi.ffi_call(
-        "jax_qmm_quantize_dynamic",
-        (
-            jax.ShapeDtypeStruct(layout, qtype),
-            column(jnp.float32),
-            workspace,
-            *([] if symmetric else [column(jnp.int32)]),
-        ),
-    )
+    results = [jax.ShapeDtypeStruct(layout, qtype), column(jnp.float32), workspace]
+    call = jax.ffi.ffi_call("jax_qmm_quantize_dynamic", results if symmetric else [*results, column(jnp.int32)])
     qvalue, scale, _, *zero_point = call(x.reshape(layout))
     return [qvalue.reshape(x.shape), *(parameter.reshape(scale_shape) for parameter in (scale, *zero_point))]
 
 
 def _static_kernel(x, *parameters, qtype):
-    scale_shape = parameters[0].shape
-    layout = _kernel_layout(x.shape, scale_shape, dynamic=False)
-    if layout is None:
+    if 0 in x.shape:
         return _static_reference(x, *parameters, qtype=qtype)
+    scale_shape = parameters[0].shape
+    layout: Any = _rows_and_columns(x.shape, scale_shape, dynamic=False)
     varies = [axis for axis, size in enumerate(scale_shape) if size != 1]
     per_row = x.shape[: varies[-1] + 1] + (1,) * (x.ndim - varies[-1] - 1) if varies else scale_shape
     as_column = lambda parameter: jnp.broadcast_to(parameter, per_row).reshape(layout[0] if varies else 1, 1)
@@ -228,19 +250,29 @@ def _static_kernel(x, *parameters, qtype):
     return [call(x.reshape(layout), *map(as_column, parameters)).reshape(x.shape)]
 
 
-def _kernel_layout(shape, scale_shape, dynamic):
-    if 0 in shape:
-        return None
-    layout = rows_and_columns(shape, scale_shape, dynamic)
-    if layout is None:
-        _ffi.note_fallback("quantize", f"scales of shape {scale_shape} for an array {shape} are not one per row")
-    return layout
+def _describe(kind, x, scale):
+    granularity = "per tensor" if math.prod(scale.shape) == 1 else "per row" if scale.shape[-1] == 1 else "per column"
+    return f"quantize ({kind}, {granularity})", [x]
 
 
-def _dynamic_batched(operands, dims, **params):
+def _dynamic_describe(operands, results, **params):
+    return _describe("dynamic", operands[0], results[1])
+
+
+def _static_describe(operands, results, **params):
+    return _describe("static", *operands[:2])
+
+
+def _choice(operands, results, **params):
+    return "kernel"
+
+
+# Batching
+
+
+def _dynamic_batched(operands, dims, *, axes, **params):
     x = jnp.moveaxis(operands[0], dims[0], 0)
-    params["axes"] = tuple(axis + 1 for axis in params["axes"])
-    out = quantize_dynamic_p.bind(x, **params)
+    out = quantize_dynamic_p.bind(x, axes=tuple(axis + 1 for axis in axes), **params)
     return out, (0,) * len(out)
 
 
@@ -251,66 +283,84 @@ def _static_batched(operands, dims, *, qtype):
     return quantize_static_p.bind(*operands, qtype=qtype), (0,)
 
 
+# Differentiation: none, and not silently
+
+
+def _no_derivative(primitive):
+    def jvp(primals, tangents, **params):
+        if not all(isinstance(t, ad.Zero) for t in tangents[:2]):
+            raise TypeError(
+                "jax_qmm.quantize has no derivative. For training, jax_qmm.fake_quantize gives the quantized values "
+                "with straight-through gradients; where no gradient is wanted, pass jax.lax.stop_gradient(x)"
+            )
+        out = primitive.bind(*primals, **params)
+        return out, [_compat.zero_tangent(x) for x in out]
+
+    return jvp
+
+
+# Sharding: scales shared over a sharded axis come from one all-reduce of the extrema
+
+
+def _factors(shape):
+    return [f"d{axis}" for axis in range(len(shape))]
+
+
+def _dynamic_partitioned(run, shapes, *, qtype, axes, symmetric):
+    (shape,) = shapes
+    dynamic = functools.partial(run, DYNAMIC, qtype=qtype, symmetric=symmetric)
+
+    def across(mesh_axes):
+        def local(x):
+            # One all-reduce. Then the scale is that of the extrema quantized, so that it is divided as unsharded.
+            bits = jax.lax.pmax(jnp.stack(reference.extrema(x, axes, symmetric), -1), mesh_axes)
+            extrema = jax.lax.bitcast_convert_type(bits, jnp.float32) * jnp.float32([1] if symmetric else [-1, 1])
+            _, *parameters = dynamic(extrema, axes=(x.ndim,))
+            parameters = [jnp.squeeze(parameter, -1) for parameter in parameters]
+            return run(STATIC, x, *parameters, qtype=qtype) + parameters
+
+        return local
+
+    factors = _factors(shape)
+    over = tuple(factors[axis] for axis in axes)
+    scale = [f"scale{axis}" if axis in axes else factor for axis, factor in enumerate(factors)]
+    results = [factors, scale] if symmetric else [factors, scale, scale]
+    whole = functools.partial(dynamic, axes=axes)
+    return partitioned(whole, [factors], results, shapes, over=over, across=across)
+
+
+def _static_partitioned(run, shapes, *, qtype):
+    factors = _factors(shapes[0])
+    return partitioned(functools.partial(run, STATIC, qtype=qtype), [factors] * len(shapes), [factors], shapes)
+
+
+# Registration
+
+DYNAMIC = dispatch.Op(
+    name="quantize",
+    targets=("jax_qmm_quantize_dynamic",),
+    kernel=_dynamic_kernel,
+    reference=_dynamic_reference,
+    unserved=_dynamic_unserved,
+    describe=_dynamic_describe,
+    choice=_choice,
+    partitioned=_dynamic_partitioned,
+)
+STATIC = dispatch.Op(
+    name="quantize",
+    targets=("jax_qmm_quantize_static",),
+    kernel=_static_kernel,
+    reference=_static_reference,
+    unserved=_static_unserved,
+    describe=_static_describe,
+    choice=_choice,
+    partitioned=_static_partitioned,
+)
+dispatch.register(quantize_dynamic_p, DYNAMIC)
+dispatch.register(quantize_static_p, STATIC)
+quantize_dynamic_p.def_abstract_eval(_dynamic_abstract)
+quantize_static_p.def_abstract_eval(_static_abstract)
 batching.primitive_batchers[quantize_dynamic_p] = _dynamic_batched
 batching.primitive_batchers[quantize_static_p] = _static_batched
-
-
-# Sharding: scales shared over a sharded axis come from one all-reduce of the extrema.
-
-
-def _partitioned_dynamic(dynamic, shapes):
-    qtype, axes, symmetric = (dynamic.keywords[name] for name in ("qtype", "axes", "symmetric"))
-    static = _STATIC[dynamic.func]
-    whole = custom_partitioning(lambda x: dynamic(x))
-
-    def local(shared_axes, x):
-        # One all-reduce. Then the scale is that of the extrema quantized, so that it is divided as unsharded.
-        bits = jax.lax.pmax(jnp.stack(reference.extrema(x, axes, symmetric), -1), shared_axes)
-        extrema = jax.lax.bitcast_convert_type(bits, jnp.float32) * jnp.float32([1] if symmetric else [-1, 1])
-        _, *parameters = dynamic(extrema, axes=(x.ndim,))
-        parameters = [jnp.squeeze(parameter, -1) for parameter in parameters]
-        return static(x, *parameters, qtype=qtype) + parameters
-
-    def partition(mesh, operands, results):
-        spec = even_spec(mesh, operands[0])
-        shared_axes = tuple(name for axis in axes for name in spec[axis])
-        reduced = [() if axis in axes else names for axis, names in enumerate(spec)]
-        x, scale = named_sharding(mesh, spec), named_sharding(mesh, reduced)
-        lower = without_mesh(functools.partial(local, shared_axes) if shared_axes else dynamic)
-        return mesh, lower, [x] + [scale] * (len(results) - 1), (x,)
-
-    x, scale = _factors(*shapes, _scale_shape(*shapes, axes))
-    results = ", ".join([x, scale] if symmetric else [x, scale, scale])
-    whole.def_partition(partition=partition, sharding_rule=f"{x} -> {results}")
-    return whole
-
-
-def _partitioned_static(static, shapes):
-    whole = custom_partitioning(lambda *operands: static(*operands))
-
-    def partition(mesh, operands, results):
-        spec = even_spec(mesh, operands[0])
-        shardings = [
-            named_sharding(mesh, [names if size != 1 else () for names, size in zip(spec, operand.shape)])
-            for operand in operands
-        ]
-        return mesh, without_mesh(static), shardings[:1], tuple(shardings)
-
-    x, *parameters = _factors(*shapes)
-    whole.def_partition(partition=partition, sharding_rule=f"{', '.join([x, *parameters])} -> {x}")
-    return whole
-
-
-def _factors(shape, *parameter_shapes):
-    """Factors of a sharding rule: one for each axis of x; a parameter of 1 there has a factor of its own."""
-    letters = iter(string.ascii_letters)
-    factors = [next(letters) for _ in shape]
-    return [" ".join(factors)] + [
-        " ".join(factor if size != 1 else next(letters) for factor, size in zip(factors, parameter))
-        for parameter in parameter_shapes
-    ]
-
-
-_STATIC = {_dynamic_kernel: _static_kernel, _dynamic_reference: _static_reference}
-register_lowerings(quantize_dynamic_p, "quantize", _dynamic_kernel, _dynamic_reference, _partitioned_dynamic)
-register_lowerings(quantize_static_p, "quantize", _static_kernel, _static_reference, _partitioned_static)
+ad.primitive_jvps[quantize_dynamic_p] = _no_derivative(quantize_dynamic_p)
+ad.primitive_jvps[quantize_static_p] = _no_derivative(quantize_static_p)

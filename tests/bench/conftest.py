@@ -1,17 +1,22 @@
 """A stand-in for the extension and its GPU, whose kernels take the times that a test gives them."""
 
 import types
+from typing import NamedTuple
 
 import pytest
 
-from jax_qmm import _ffi
+from jax_qmm import _extension
+from jax_qmm.tuning import Product
 
 KERNELS = ["generic", "sm90 narrow swizzle 1", "sm90 narrow swizzle 8", "sm90 wide"]
-GPU = types.SimpleNamespace(device_kind="NVIDIA H200", core_count=132, compute_capability="9.0")
+DEVICE = types.SimpleNamespace(device_kind="NVIDIA H200", core_count=132, compute_capability="9.0", local_hardware_id=0)
+GPU = types.SimpleNamespace(name="NVIDIA H200", sm_count=132, prepare=lambda: None)
 
 
 class Extension:
     """Chooses the last kernel where no other is fixed; only the generic one serves an odd K."""
+
+    Gpu = types.SimpleNamespace(of_device=lambda device: GPU)
 
     def __init__(self):
         self.us = {words: 10.0 + i for i, words in enumerate(KERNELS)}
@@ -19,8 +24,11 @@ class Extension:
         self.measured = []  # (product without the batch, choices, rounds)
         self.interrupt_after = None  # calls of measure_scaled_mm
 
-    def architectures(self):
-        return ["90a"]
+    def driver_version(self):
+        return 13000
+
+    def why_unfit(self, name, capability, driver):
+        return "" if capability == 90 else f"{name} is unfit"
 
     def scaled_mm_choices(self, m, n, k, batch, dtype, out_dtype, fast_accum):
         return [(i - 1, 1) for i in range(len(KERNELS) if k % 16 == 0 else 1)]
@@ -28,17 +36,11 @@ class Extension:
     def describe_scaled_mm(self, choice):
         return KERNELS[choice[0] + 1]
 
-    def select_scaled_mm(self, *arguments):
-        *product, sm_count = arguments
-        assert sm_count == GPU.core_count
-        return self.tuned.get(tuple(product), self.scaled_mm_choices(*product)[-1])
+    def scaled_mm_costs_of(self, gpu):
+        return gpu.name
 
-    def tune_scaled_mm(self, *arguments):
-        *product, choice = arguments
-        self.tuned[tuple(product)] = choice
-
-    def tuned_scaled_mm(self, *product):
-        return product[0] if product in self.tuned else None
+    def ScaledMmProblem(self, *product):  # noqa: N802, a class of the extension
+        return Problem(self, Product(*product))
 
     def clear_scaled_mm_tuning(self):
         self.tuned.clear()
@@ -51,14 +53,38 @@ class Extension:
         return [self.us[self.describe_scaled_mm(choice)] for choice in choices]
 
 
+class Problem(NamedTuple):
+    kernels: Extension
+    product: Product
+
+    def choices(self, gpu):
+        assert gpu is GPU
+        return self.kernels.scaled_mm_choices(*self.product)
+
+    def select(self, gpu):
+        return self.kernels.tuned.get(self.product, self.choices(gpu)[-1])
+
+    def tune(self, choice, gpu):
+        assert gpu is GPU
+        self.kernels.tuned[self.product] = choice
+
+    def tuned(self, gpu):
+        return self.product.m if self.product in self.kernels.tuned else None
+
+    def measure(self, choices, gpu, pattern, rounds):
+        m, n, k, batch, *dtypes = self.product
+        assert gpu is GPU and batch == 1
+        return self.kernels.measure_scaled_mm(m, n, k, *dtypes, choices, pattern, rounds)
+
+
 @pytest.fixture
 def kernels(monkeypatch, tmp_path):
     """The extension of a process on a GPU, with a cache directory of its own."""
     extension = Extension()
-    monkeypatch.setattr(_ffi, "_load", lambda: (extension, None))
-    monkeypatch.setattr(_ffi, "_gpus", lambda: [GPU])
+    monkeypatch.setattr(_extension, "_load", lambda: (extension, None))
+    monkeypatch.setattr(_extension, "_gpus", lambda: [DEVICE])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_QMM_TUNING", raising=False)
-    _ffi._load_tuning.cache_clear()
+    _extension._load_tuning.cache_clear()
     yield extension
-    _ffi._load_tuning.cache_clear()
+    _extension._load_tuning.cache_clear()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_qmm
-from jax_qmm import _ffi
+from jax_qmm import _extension
 from jax_qmm.bench import measure
 from jax_qmm.tuning import Product
 
@@ -20,7 +20,7 @@ FP8 = Product(4, 16, 32, 1, "float8_e4m3fn", "bfloat16", True)
 def test_xla_computes_the_same(product):
     sets = measure.operands(product, product.dtype)
     assert len(sets) == 12
-    for a, b, scale_a, scale_b in sets:
+    for a, b, *_ in sets:
         assert a.shape == (4, 32) and b.shape == (16, 32) and a.dtype == b.dtype == product.dtype
     ours, theirs = (np.asarray(f(*sets[0]), np.float32) for f in (jax_qmm.scaled_mm, measure.xla_scaled_mm))
     # Each rounds once to bfloat16, and the float32 before may differ in its last bits.
@@ -58,7 +58,7 @@ def test_sets_exceed_the_cache_without_filling_the_memory():
 
 
 class Trace:
-    """A profile of 7 runs of a program of two kernels, 10 us and 4 us long, of which the second starts `gap` us later."""
+    """A profile of 7 runs of two kernels, 10 us and 4 us long, of which the second starts `gap` us later."""
 
     def __init__(self, gap, kernels=14):
         events = []
@@ -135,10 +135,10 @@ def test_roofline_is_that_of_bytes_or_of_operations():
 
 def test_without_a_gpu_or_kernels_the_process_ends(monkeypatch, capsys, kernels):
     assert measure.open_gpu("bench")[0] is kernels
-    monkeypatch.setattr(_ffi, "fallback_reason", lambda platform: "built without kernels")
+    monkeypatch.setattr(_extension, "fallback_reason", lambda platform: "built without kernels")
     for message in ("bench measures the kernels on a GPU, and can't: built without kernels", "JAX sees no NVIDIA GPU"):
         with pytest.raises(SystemExit) as exit:
             measure.open_gpu("bench")
         assert exit.value.code == 2
         assert message in capsys.readouterr().err
-        monkeypatch.setattr(_ffi, "_gpus", list)
+        monkeypatch.setattr(_extension, "_gpus", list)

@@ -80,7 +80,10 @@ def test_csv(bench, tmp_path):
     assert bench("--csv", str(file)) == 0
     rows = list(csv.DictReader(file.open()))
     assert len(rows) == 8
+    times = dict(ours="13.000", cublaslt="", cublaslt_tensorwise="", cublas_bf16="39.000")
+    times |= dict(jit="20.000", xla="15.000", xla_bf16="40.000")
     assert rows[0] == {
+        "gpu": "NVIDIA H200",
         "dtype": "int8",
         "out_dtype": "bfloat16",
         "m": "1",
@@ -89,13 +92,7 @@ def test_csv(bench, tmp_path):
         "kernel": "sm90 wide (by the cost model)",
         "copy_tb_per_s": "0.004",
         "roofline_us": "0.552",
-        "ours_us": "13.000",
-        "cublaslt_us": "",
-        "cublaslt_tensorwise_us": "",
-        "cublas_bf16_us": "39.000",
-        "jit_us": "20.000",
-        "xla_us": "15.000",
-        "xla_bf16_us": "40.000",
+        **{f"{name}{of}_us": us for name, us in times.items() for of in ("", "_least", "_most")},
     }
     assert [row["cublaslt_us"] for row in rows] == ["", "26.000", "26.000", "26.000"] * 2
     assert [row["cublaslt_tensorwise_us"] for row in rows] == ["", "", "19.500", "19.500"] * 2
@@ -105,12 +102,12 @@ def test_ours_is_the_kernel_that_would_run(bench, kernels):
     bench("--peers", "none", "--dtype", "int8")
     assert [choices for _, choices, *_ in kernels.measured] == [[(2, 1)]] * 4 * run.TURNS
     kernels.measured.clear()
-    kernels.tune_scaled_mm(1, 64, 32, 1, "int8", "bfloat16", False, (0, 1))
+    kernels.tuned[1, 64, 32, 1, "int8", "bfloat16", False] = (0, 1)
     bench("--peers", "none", "--dtype", "int8")
     assert [choices for _, choices, *_ in kernels.measured][:: run.TURNS] == [[(0, 1)]] + [[(2, 1)]] * 3
 
 
-def test_kernels_take_turns_and_the_median_counts(bench, kernels, monkeypatch, tmp_path):
+def test_every_turn_has_another_order_and_the_median_counts(bench, kernels, monkeypatch, tmp_path):
     asked = []
 
     def timed(name, times):
@@ -121,13 +118,16 @@ def test_kernels_take_turns_and_the_median_counts(bench, kernels, monkeypatch, t
     monkeypatch.setattr(kernels, "measure_scaled_mm", ours)
     monkeypatch.setattr(cublaslt, "calls", lambda product: {"cublaslt": timed("cublaslt", [30.0, 28.0, 27.0])})
     monkeypatch.setattr(
-        measure, "in_jit", lambda product: {"jit": timed("jit", [20.0, 22.0]), "xla": timed("xla", [15.0, 17.0])}
+        measure, "in_jit", lambda product: {"jit": timed("jit", [20.0, 22.0, 23.0]), "xla": timed("xla", [15, 17, 18])}
     )
     bench("--shapes", "64,32", "--m", "1", "--dtype", "int8", "--csv", str(tmp_path / "a.csv"))
-    assert asked == ["ours", "cublaslt", "cublaslt", "ours", "ours", "cublaslt", "jit", "xla", "xla", "jit"]
+    turns = [asked[i : i + 4] for i in range(0, 12, 4)]
+    assert len(asked) == 12 and all(sorted(turn) == ["cublaslt", "jit", "ours", "xla"] for turn in turns)
+    assert len(set(map(tuple, turns))) == 3
     (row,) = csv.DictReader((tmp_path / "a.csv").open())
-    assert row["ours_us"] == "14.000" and row["cublaslt_us"] == "28.000"
-    assert row["jit_us"] == "21.000" and row["xla_us"] == "16.000"
+    assert [row[f"ours{of}_us"] for of in ("", "_least", "_most")] == ["14.000", "13.000", "99.000"]
+    assert [row[f"cublaslt{of}_us"] for of in ("", "_least", "_most")] == ["28.000", "27.000", "30.000"]
+    assert row["jit_us"] == "22.000" and row["xla_us"] == "17.000"
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,9 @@ def test_failures_are_named_and_the_rest_goes_on(bench, kernels, monkeypatch, ca
 
 def rows(weights):
     """Rows of which all was measured."""
+    times = lambda i: {name: [us] for name, us in ({"ours": 12.5 + i} | US).items()}
     return [
-        report.Row(Product(m, n, k, 1, dtype, "bfloat16", False), "wide", 10.0, {"ours": 12.5 + i, **US})
+        report.Row(Product(m, n, k, 1, dtype, "bfloat16", False), "wide", 10.0, times(i))
         for n, k in weights
         for dtype in report.KINDS
         for i, m in enumerate((1, 16, 17, 512, 4096, 8192))

@@ -46,12 +46,12 @@ def test_shapes_by_hand():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--m", "1,x"], "invalid list of numbers value: '1,x'"),
+        (["--m", "1,x"], "1,x is no list of numbers with commas between them"),
         (["--m", "0"], "0 holds a number that is no positive 32-bit integer"),
         (["--m", "1,2147483648"], "no positive 32-bit integer"),
-        (["--shapes", "4096"], "4096 is no pair N,K"),
+        (["--shapes", "4096"], "4096 is no pair N,K such as 6144,4096"),
         (["--shapes", "16,-16"], "no positive 32-bit integer"),
-        (["--shapes", "4096x4096"], "invalid pair N,K value: '4096x4096'"),
+        (["--shapes", "4096x4096"], "4096x4096 is no pair N,K such as 6144,4096"),
         (["--model", "gpt-2"], "llama-3-70b"),
         (["--dtype", "int4"], "int4"),
         (["--model", "llama-3-8b", "--shapes", "16,16"], "--model custom needs --shapes, and no other model"),

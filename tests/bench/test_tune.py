@@ -5,8 +5,7 @@ import warnings
 
 import pytest
 
-from jax_qmm import __main__ as command_line
-from jax_qmm import _ffi, tuning
+from jax_qmm import __main__ as command_line, _extension, tuning
 from jax_qmm.bench import tune
 
 ARGUMENTS = ["tune", "--shapes", "64,32", "--m", "1,8", "--dtype", "int8"]
@@ -26,8 +25,8 @@ def test_the_fastest_is_stored_and_serves_later(kernels, capsys):
     assert "2 of 2 products get another kernel than the cost model's: 1.300 times as fast" in out
     assert f"{file} holds 2 products on NVIDIA H200\n" in out
     assert kernels.tuned == {}
-    _ffi._load_tuning.cache_clear()  # a later process
-    assert _ffi.describe_scaled_mm(8, 64, 32, 1, "int8", "bfloat16", False) == "generic (tuned)"
+    _extension._load_tuning.cache_clear()  # a later process
+    assert _extension.describe_scaled_mm(8, 64, 32, 1, "int8", "bfloat16", False) == "generic (tuned)"
 
 
 def test_every_kernel_is_measured_and_the_best_ones_again(kernels):
@@ -69,7 +68,7 @@ def test_the_default_stays_where_the_gain_is_noise(kernels, capsys):
 
 def test_earlier_tuning_does_not_count_as_the_default(kernels, capsys):
     command_line.main(ARGUMENTS)
-    _ffi._load_tuning.cache_clear()
+    _extension._load_tuning.cache_clear()
     capsys.readouterr()
     command_line.main(ARGUMENTS)
     assert "2 of 2 products get another kernel" in capsys.readouterr().out

@@ -1,9 +1,12 @@
 """The fit of the cost model: its model is the extension's, and it finds costs that choose the fastest kernels."""
 
 import math
+import types
 
 import numpy as np
 import pytest
+
+from jax_qmm import tuning
 
 pytest.importorskip("optax", reason="optax is absent, with which benchmarks/cost_model.py fits")
 
@@ -21,13 +24,12 @@ def test_draws_alike_every_time_and_large_ones_among_them(cost_model):
     assert max(cost_model.measure.roofline_us(product, math.inf) for product in drawn) < cost_model.MOST_US
 
 
-def test_terms_of_kernels_that_the_model_may_choose(extension):
+def test_terms_of_kernels_that_the_model_may_choose(extension, gpu):
     def terms(kernel, m, k=4096):
-        product = m, 4096, k, 1, "int8", "bfloat16", False
-        return {
-            extension.describe_scaled_mm(choice): extension.scaled_mm_terms(*product, choice, 132)
-            for choice in extension.scaled_mm_choices(*product)
-        }[kernel]
+        problem = extension.ScaledMmProblem(m, 4096, k, 1, "int8", "bfloat16", False)
+        return {extension.describe_scaled_mm(choice): problem.terms(choice, gpu) for choice in problem.choices(gpu)}[
+            kernel
+        ]
 
     # 4 x 32 tiles on 132 SMs; int8 and bfloat16 at 4.3 TB/s.
     assert terms("sm90 128x128x128 cluster 1x1 pingpong swizzle 1", 512) == pytest.approx(
@@ -40,48 +42,38 @@ def test_terms_of_kernels_that_the_model_may_choose(extension):
     assert terms("generic 64x64x64 mma.sync", 512) is None
     assert terms("sm90 64x64x256 cluster 1x1 one tile", 8192) is None
     for kernel in (-1, 16, 10**7):  # generic, of fp8, no kernel
-        assert extension.scaled_mm_terms(512, 4096, 4096, 1, "int8", "bfloat16", False, (kernel, 1), 132) is None
+        assert extension.ScaledMmProblem(512, 4096, 4096, 1, "int8", "bfloat16", False).terms((kernel, 1), gpu) is None
 
 
-def test_model_chooses_what_the_extension_does(cost_model, extension):
-    assert cost_model.same_table(extension)
-    costs = [
-        tuple(map(float, cost.split(", "))) for _, cost, _ in cost_model.LINE.findall(cost_model.TABLE.read_text())
-    ]
+def test_model_chooses_what_the_extension_does(cost_model, extension, gpu):
+    costs = {(cost.dtype, cost.kernel): np.array(cost[2:]) for cost in tuning.load_costs(tuning.packaged(gpu))}
     for product in cost_model.products(400, seed=1):
+
+        def cost_of(choice, dtype=product.dtype):
+            return costs[dtype, extension.describe_scaled_mm((choice[0], 1)).removesuffix(" swizzle 1")]
+
         times = {
-            choice: float(cost_model.predict(np.array(costs[choice[0]]), *terms))
-            for choice, terms in cost_model.terms_of(extension, product).items()
+            choice: float(cost_model.predict(cost_of(choice), *terms))
+            for choice, terms in cost_model.terms_of(extension, gpu, product).items()
         }
-        assert extension.select_scaled_mm(*product, cost_model.SMS) == min(times, key=times.get), product
+        assert extension.ScaledMmProblem(*product).select(gpu) == min(times, key=times.get), product
 
 
-@pytest.mark.parametrize(
-    "change", [lambda lines: lines[1:], lambda lines: lines + lines[:1], lambda lines: lines[::-1]]
-)
-def test_another_table_is_told_from_that_of_the_extension(cost_model, extension, monkeypatch, tmp_path, change):
-    lines = [line for line in cost_model.TABLE.read_text().splitlines() if cost_model.LINE.match(line)]
-    other = tmp_path / "instances_sm90.def"
-    other.write_text("\n".join(change(lines)))
-    monkeypatch.setattr(cost_model, "TABLE", other)
-    assert not cost_model.same_table(extension)
-
-
-def test_finds_costs_that_choose_the_fastest(cost_model, extension):
+def test_finds_costs_that_choose_the_fastest(cost_model, extension, gpu):
     products = [
         cost_model.Product(*product[:4], "int8", "bfloat16", False) for product in cost_model.products(150, seed=0)
     ]
     times = {}
     for product in products:
         of_product = times[product] = {}
-        for (kernel, swizzle), terms in cost_model.terms_of(extension, product).items():
+        for (kernel, swizzle), terms in cost_model.terms_of(extension, gpu, product).items():
             name = extension.describe_scaled_mm((kernel, swizzle))
             # Not what tiles suggest: each second kernel multiplies half as fast, each third ends a tile late.
             costs = np.array([2 * cost_model.least_k_tile_us(name) * (1 + kernel % 2), 1 + kernel % 3, 1, 1])
             of_product[name] = float(cost_model.predict(costs, *terms))
     unchosen = {products[0]: times[products[0]] | {"a kernel that the model never chooses": 0.5}}
-    assert cost_model.Measured(extension, unchosen).fastest == [0.5]
-    measured = cost_model.Measured(extension, times)
+    assert cost_model.Measured(extension, gpu, unchosen).fastest == [0.5]
+    measured = cost_model.Measured(extension, gpu, times)
     rows = np.arange(len(measured.products))
     start, end = (measured.behind(cost_model.fit(measured, rows, steps), rows).mean() - 1 for steps in (1, 500))
     assert end < 0.01 and end < start / 10
@@ -106,14 +98,26 @@ def test_measures_the_fastest_of_a_large_products_kernels_alone(cost_model, monk
     assert measured == ([] if m == 64 else list(alone))
 
 
-def test_results_of_4_bytes_get_the_costs_of_2(cost_model):
-    table = "\n".join(
-        (
-            "// COST(of no kernel)",
-            "ONE_TILE(COST(1, 1, 1, 1), kS8, 2, 64, 32, 256, 4, 1, 1, 1, true)",
-            "ONE_TILE(COST(1, 1, 1, 1), kS8, 4, 64, 32, 256, 4, 1, 1, 1, true)",
-            "ONE_TILE(COST(1, 1, 1, 1), kF8E4M3, 4, 64, 32, 256, 4, 1, 1, 1, true)",
-        )
+def test_costs_are_kept_by_the_words_of_kernels(cost_model, extension, gpu, tmp_path):
+    (first, second) = tuning.load_costs(tuning.packaged(gpu))[:2]
+    (choice,) = (
+        choice
+        for choice in extension.ScaledMmProblem(512, 4096, 4096, 1, second.dtype, "bfloat16", False).choices(gpu)
+        if extension.describe_scaled_mm(choice) == second.kernel + " swizzle 1"
     )
-    lines = cost_model.replace_costs(table, {0: (0.5, 2, 3, 4)}).splitlines()
-    assert [line.count("COST(0.500, 2.00, 3.00, 4.00)") for line in lines] == [0, 1, 1, 0]
+    found = dict(cost_model.costs_by_words(extension, second.dtype, {choice[0]: [1.0, 2.0, 3.0, 4.0]}))
+    assert found == {(second.dtype, second.kernel): second._replace(k_tile=1.0, tile=2.0, launch=3.0, reading=4.0)}
+    file = tmp_path / "costs.json"
+    tuning.save_costs(file, gpu, [first, *found.values()])
+    assert tuning.load_costs(file) == [first, *found.values()]
+
+
+def test_choices_are_compared_with_the_fastest_where_they_were_measured(cost_model):
+    class Problem(tuple):
+        def select(self, gpu):
+            return "wide" if self[0] > 16 else "narrow"
+
+    kernels = types.SimpleNamespace(ScaledMmProblem=lambda *product: Problem(product), describe_scaled_mm=str)
+    products = [tuning.Product(m, 128, 128, 1, "int8", "bfloat16", False) for m in (1, 16, 32)]
+    times = dict(zip(products, ({"narrow": 2.0, "wide": 1.0}, {"wide": 1.0}, {"narrow": 3.0, "wide": 3.0})))
+    assert cost_model.behind_now(kernels, None, times) == {products[0]: 2.0, products[2]: 1.0}

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_qmm import _ffi
+from jax_qmm import _extension
+from jax_qmm.ops import dispatch
 
 # What scaled_mm computes: exact sums, then each float32 step rounded once
 
@@ -86,7 +87,7 @@ def h200_topology(devices):
     """H200s to compile for; without the extension stand-ins are registered for its targets."""
     from jax.experimental import topologies
 
-    if _ffi._load()[0] is None:  # XLA compiles a call only of a target that is registered
+    if _extension._load()[0] is None:  # XLA compiles a call only of a target that is registered
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder, "stand_in.so")
             command = [
@@ -104,7 +105,7 @@ def h200_topology(devices):
             ]
             subprocess.run(command, input=STAND_IN, text=True, check=True)
             stand_in = jax.ffi.pycapsule(ctypes.CDLL(library).StandIn)
-        for target in _ffi.TARGETS:
+        for target in dispatch.targets():
             jax.ffi.register_ffi_target(target, stand_in, platform="CUDA")
     return topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{devices}")
 

@@ -23,6 +23,19 @@ STRUCT = jax.ShapeDtypeStruct((2, 8), jnp.float32)
         (lambda: jax_qmm.quantize(X, scale=True), TypeError, "scale has dtype bool"),
         (lambda: jax_qmm.quantize(X, scale=1.0, zero_point=True), TypeError, "zero_point has dtype bool"),
         (lambda: jax_qmm.quantize(X, scale=1.0, zero_point=2**80), ValueError, "zero_point is .* out of range"),
+        (lambda: jax_qmm.quantize(X, scale=1.0, zero_point=2**31), ValueError, "zero_point is .* out of range"),
+        (
+            lambda: jax_qmm.quantize(X, scale=1.0, zero_point=np.int64(2**32 + 5)),
+            ValueError,
+            "is 4294967301",
+        ),
+        (
+            lambda: jax_qmm.matmul(
+                X, W, scheme=jax_qmm.W8A8(symmetric=False, activation_scale=0.1, activation_zero_point=np.uint32(2**31))
+            ),
+            ValueError,
+            "activation_zero_point is 2147483648, which is out of range of int32",
+        ),
         (lambda: jax_qmm.matmul(STRUCT, W), TypeError, "a is a ShapeDtypeStruct, needs an array"),
         (lambda: jax_qmm.matmul(X, W, bias="0"), TypeError, "bias is a str, needs an array"),
         (
@@ -44,6 +57,20 @@ STRUCT = jax.ShapeDtypeStruct((2, 8), jnp.float32)
 def test_what_is_no_array_or_no_dtype_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_numpys_default_dtypes_are_taken_as_jaxs(x64):
+    with jax.enable_x64(x64):
+        q = jax_qmm.quantize(X.astype(np.float64), scale=np.float64(0.5), zero_point=np.int64(3))
+        assert (q.scale.dtype, q.zero_point.dtype) == (jnp.float32, jnp.int32)
+        ones = np.ones(2)
+        out = jax_qmm.scaled_mm_azp_per_token(A, A, ones, ones, np.ones(2, int), np.ones(2, int), ones)
+        assert out.tolist() == [[8.0, 8.0]] * 2
+        scheme = jax_qmm.W8A8(activation_scale=jnp.asarray(0.05))  # float64 in x64
+        got = jax_qmm.matmul(X.astype(np.float64), W, scheme=scheme, bias=np.ones(6))
+        np.testing.assert_array_equal(got, jax_qmm.matmul(X, W, scheme=scheme, bias=np.ones(6, np.float32)))
+        assert got.dtype == jnp.float32
 
 
 def test_einsum_takes_optimize_as_in_jnp():

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import jax_qmm
-from jax_qmm import W8A8, QArray, _ffi
-from jax_qmm.ops.contraction import DEQUANTIZED, dequantized_reason
+from jax_qmm import W8A8, QArray
+from jax_qmm.ops import dispatch
+from jax_qmm.ops.dequantized_dot import REASONS, dequantized_reason
 
 E4M3 = jnp.dtype(ml_dtypes.float8_e4m3fn)
 SCHEMES = {
@@ -211,6 +212,13 @@ def test_dot_general_has_the_shape_and_value_of_lax(dims, lhs, rhs, weight):
         ("bqhd,bkhd->bhqk", "", (2, 3, 4, 8), (2, 5, 4, 8), "rhs"),
         ("kn,...k->...n", "", (8, 5), (2, 3, 8), "lhs"),
         ("k,k->", "", (8,), (8,), "lhs"),
+        # Sizes of 1 are repeated: batch, contracted, and one head of keys for several of queries.
+        ("bmk,bkn->bmn", "", (1, 3, 8), (4, 8, 5), "rhs"),
+        ("mk,kn->mn", "", (3, 1), (8, 5), "rhs"),
+        ("mk,kn->mn", "", (3, 8), (1, 5), "rhs"),
+        ("mkj,jkn->mn", "", (3, 1, 2), (1, 4, 5), "rhs"),
+        ("bqhd,bkhd->bhqk", "", (2, 3, 4, 8), (2, 5, 1, 8), "rhs"),
+        ("bqhd,bkhd->bhqk", "", (2, 3, 4, 8), (2, 5, 1, 8), "lhs"),
     ],
 )
 def test_einsum_has_the_shape_and_value_of_jnp(equation, implied, lhs, rhs, weight):
@@ -259,6 +267,27 @@ def test_the_output_dtype_is_that_of_the_dequantized_product():
         assert jax_qmm.matmul(x, weight, preferred_element_type=preferred).dtype == want
 
 
+def test_a_weak_float_does_not_widen_the_output():
+    w = stored(normal(8, 5), (0,))
+    half = QArray(w.qvalue, w.scale.astype(jnp.bfloat16)).T
+    x = jnp.full((3, 8), 0.5)  # weakly typed
+    assert x.aval.weak_type and jax_qmm.matmul(x, half).dtype == jnp.matmul(x, half.dequantize()).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("bias", [None, (5,), (3, 5), (3, 1)])
+def test_strict_promotion_takes_bfloat16_throughout(bias):
+    x, w = normal(3, 8, dtype=jnp.bfloat16), stored(normal(8, 5), (0,))
+    half = QArray(w.qvalue, w.scale.astype(jnp.bfloat16)).T
+    per_row = jax_qmm.quantize(normal(8, 5), axis=1)  # scales along the contraction
+    dequantized = QArray(per_row.qvalue, per_row.scale.astype(jnp.bfloat16))
+    bias = None if bias is None else jnp.ones(bias, jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        for weight in (half, dequantized):
+            for scheme in (W8A8(), W8A8(activation_scale=0.05)):
+                f = lambda x, weight=weight, scheme=scheme: jax_qmm.matmul(x, weight, bias=bias, scheme=scheme)
+                assert f(x).dtype == jax.grad(lambda x, f=f: f(x).sum())(x).dtype == jnp.bfloat16
+
+
 def test_without_a_qarray_it_is_jax():
     x, w, bias = normal(3, 8), normal(8, 5, seed=1), normal(5)
     dims = (((1,), (0,)), ((), ()))
@@ -293,17 +322,17 @@ def test_bias_broadcasts_and_is_added_before_the_rounding(shape):
         "scales_along_contraction": lambda: ("mk,kn->mn", normal(5, 8), jax_qmm.quantize(normal(8, 6), axis=1)),
         "two_zero_points": lambda: ("mk,nk->mn", *(jax_qmm.quantize(normal(n, 8), symmetric=False) for n in (5, 6))),
     }.items(),
-    ids=DEQUANTIZED,
+    ids=REASONS,
 )
 def test_what_the_kernels_cannot_do_is_dequantized_and_says_so(reason, make, monkeypatch):
     equation, *operands = make()
     call = functools.partial(jax_qmm.einsum, equation)
     dense = [x.dequantize() if isinstance(x, QArray) else x for x in operands]
-    _ffi._warn.cache_clear()
-    with pytest.warns(UserWarning, match=f"jax_qmm.dot_general runs on .*{DEQUANTIZED[reason]}"):
+    dispatch._noted.clear()
+    with pytest.warns(UserWarning, match=f"jax_qmm.dot_general runs on .*{REASONS[reason]}"):
         jaxpr = jax.make_jaxpr(call)(*operands)
     names = re.findall(r"name=(jax_qmm_\w+)", str(jaxpr))
-    assert [dequantized_reason(name) for name in names] == [DEQUANTIZED[reason]]
+    assert [dequantized_reason(name) for name in names] == [REASONS[reason]]
     np.testing.assert_allclose(call(*operands), jnp.einsum(equation, *dense), rtol=1e-6, atol=1e-6)
     for i, x in enumerate(operands):
         if not isinstance(x, QArray):
@@ -311,7 +340,7 @@ def test_what_the_kernels_cannot_do_is_dequantized_and_says_so(reason, make, mon
             got, want = jax.grad(loss(jax_qmm.einsum, operands))(x), jax.grad(loss(jnp.einsum, dense))(x)
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     monkeypatch.setenv("JAX_QMM_STRICT", "1")
-    with pytest.raises(RuntimeError, match=DEQUANTIZED[reason]):
+    with pytest.raises(RuntimeError, match=REASONS[reason]):
         call(*operands)
 
 

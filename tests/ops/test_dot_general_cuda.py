@@ -11,13 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_qmm
 from jax_qmm import W8A8
-from jax_qmm.layers import quantize_kernel
 
 SCHEMES = {"symmetric": W8A8(), "asymmetric": W8A8(symmetric=False)}
 
 
 def kernel(*shape, contracted):
-    return quantize_kernel(jnp.ones(shape), contracted, SCHEMES["asymmetric"])
+    return SCHEMES["asymmetric"].quantize_weight(jnp.ones(shape), contracted)
 
 
 PRODUCTS = {  # equation, shape of x, weight

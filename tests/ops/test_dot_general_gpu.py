@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import jax_qmm
-from jax_qmm import W8A8
-from jax_qmm.layers import quantize_kernel
+from jax_qmm import W8A8, _extension
 
 pytestmark = pytest.mark.gpu
 
@@ -28,12 +27,15 @@ def normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-def both(f, *args):
-    """f's results on the GPU and on the CPU."""
-    return [
-        np.asarray(jax.jit(f)(*jax.device_put(args, jax.devices(platform)[0])), np.float64)
-        for platform in ("cuda", "cpu")
-    ]
+@pytest.fixture
+def both(on_reference):
+    """f's results by the kernels and by the reference."""
+
+    def run(f, *args):
+        got = jax.jit(f)(*jax.device_put(args, jax.devices(_extension.platform())[0]))
+        return [np.asarray(x, np.float64) for x in (got, on_reference(f, *args))]
+
+    return run
 
 
 def assert_same(got, want, scheme, bound):
@@ -45,7 +47,7 @@ def assert_same(got, want, scheme, bound):
 
 def quantized_on_cpu(*shape, contracted, qtype):
     with jax.default_device(jax.devices("cpu")[0]):
-        return quantize_kernel(normal(*shape, seed=1), contracted, W8A8(qtype)).with_azp_adj(contracted)
+        return W8A8(qtype).quantize_weight(normal(*shape, seed=1), contracted).with_azp_adj(contracted)
 
 
 @schemes
@@ -59,7 +61,7 @@ def quantized_on_cpu(*shape, contracted, qtype):
         ("kn,bk->nb", (7, 64), (64, 32), (0,)),
     ],
 )
-def test_is_the_reference(scheme, equation, x_shape, w_shape, contracted):
+def test_is_the_reference(both, scheme, equation, x_shape, w_shape, contracted):
     x = normal(*x_shape, dtype=jnp.bfloat16)
     w = quantized_on_cpu(*w_shape, contracted=contracted, qtype=scheme.dtype)
     flip = equation.startswith("kn,")
@@ -72,7 +74,7 @@ def test_is_the_reference(scheme, equation, x_shape, w_shape, contracted):
 
 
 @schemes
-def test_in_a_scan_over_stacked_weights(scheme):
+def test_in_a_scan_over_stacked_weights(both, scheme):
     x = normal(16, 128, dtype=jnp.bfloat16)
     stack = quantized_on_cpu(4, 128, 128, contracted=(1,), qtype=scheme.dtype)
 
@@ -85,7 +87,7 @@ def test_in_a_scan_over_stacked_weights(scheme):
     assert_same(got, want, scheme, 0.1 * np.abs(want).max())
 
 
-def test_the_gradient_is_that_of_the_dequantized_product():
+def test_the_gradient_is_that_of_the_dequantized_product(both):
     x, w = normal(8, 64), quantized_on_cpu(64, 32, contracted=(0,), qtype=jnp.int8)
     got, want = both(jax.grad(lambda x, w: jax_qmm.matmul(x, w, precision="highest").sum()), x, w)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -93,7 +95,8 @@ def test_the_gradient_is_that_of_the_dequantized_product():
 
 @schemes
 def test_the_compiled_module_calls_both_kernels(scheme):
-    w = jax.device_put(quantized_on_cpu(64, 32, contracted=(0,), qtype=scheme.dtype), jax.devices("cuda")[0])
+    w = quantized_on_cpu(64, 32, contracted=(0,), qtype=scheme.dtype)
+    w = jax.device_put(w, jax.devices(_extension.platform())[0])
     f = jax.jit(lambda x: jax_qmm.matmul(x, w, scheme=scheme))
     text = f.lower(jnp.ones((8, 64), jnp.bfloat16)).compile().as_text()
     kind = "dynamic" if scheme.activation_scale is None else "static"

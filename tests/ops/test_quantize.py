@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jax_qmm
+from jax_qmm.ops import dispatch
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 INT8 = np.dtype(np.int8)
@@ -143,14 +144,18 @@ def test_the_corners():
     np.testing.assert_array_equal(q.qvalue.astype(np.float32), [-448, 448, np.nan])
 
 
-def test_the_derivative_is_zero():
+@pytest.mark.parametrize("options", [{}, {"symmetric": False}, {"axis": 0}, {"tile_size": 4}, {"scale": 0.1}])
+def test_a_derivative_is_refused(options):
     x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
-    for options in ({}, {"symmetric": False}, {"scale": 0.1}):
-        loss = lambda x: jax_qmm.quantize(x, **options).dequantize().sum()
-        np.testing.assert_array_equal(jax.grad(loss)(x), np.zeros_like(x))
-        assert jax.jvp(loss, (x,), (x,))[1] == 0
-    by_scale = jax.grad(lambda scale: jax_qmm.quantize(x, scale=scale).dequantize().sum())
-    assert by_scale(0.1) == 0
+    loss = lambda x: jax_qmm.quantize(x, **options).dequantize().sum()
+    for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss)), lambda x: jax.jvp(loss, (x,), (x,))):
+        with pytest.raises(TypeError, match="quantize has no derivative.* jax_qmm.fake_quantize"):
+            differentiate(x)
+    with pytest.raises(TypeError, match="quantize has no derivative"):
+        jax.grad(lambda scale: jax_qmm.quantize(x, scale=scale).dequantize().sum())(0.1)
+    # What carries no tangent is quantized as ever.
+    constant = lambda y: y * loss(jax.lax.stop_gradient(x * y))
+    np.testing.assert_allclose(jax.grad(constant)(2.0), loss(2 * x), rtol=1e-6)
 
 
 def test_vmap():
@@ -274,13 +279,14 @@ def test_cuda_lowering_calls_the_kernel_on_rows():
 
 
 def test_scales_that_are_not_per_row_say_that_they_have_no_kernel(monkeypatch):
+    monkeypatch.setattr(dispatch, "_noted", set())
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-    with pytest.warns(UserWarning, match=r"jax_qmm.quantize runs on .* scales of shape \(1, 4\)"):
+    with pytest.warns(UserWarning, match=r"jax_qmm.quantize runs on .* its scales are not one per row"):
         assert "custom_call" not in lowered_for_cuda(functools.partial(jax_qmm.quantize, axis=0), x)
     monkeypatch.setenv("JAX_QMM_STRICT", "1")
-    with pytest.raises(RuntimeError, match=r"scales of shape \(1, 4\)"):
+    with pytest.raises(RuntimeError, match="its scales are not one per row"):
         lowered_for_cuda(lambda x: jax_qmm.quantize(x, axis=0), x)
-    with pytest.raises(RuntimeError, match=r"scales of shape \(1, 4\)"):
+    with pytest.raises(RuntimeError, match="its scales are not one per row"):
         lowered_for_cuda(lambda x: jax_qmm.quantize(x, axis=0, scale=np.ones((1, 4), np.float32)), x)
 
 
@@ -294,6 +300,14 @@ def test_exports_with_a_symbolic_dimension(axis):
     assert "jax_qmm_quantize_dynamic" in exported.mlir_module()
     x = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
     assert_equal(jax.export.deserialize(exported.serialize()).call(x), oracle(x, INT8, axis, False))
+
+
+def test_exports_with_blocks_of_a_symbolic_dimension():
+    (n,) = jax.export.symbolic_shape("n")
+    f = jax.jit(lambda x: jax_qmm.quantize(x, tile_size=8).dequantize())
+    exported = jax.export.export(f, platforms=["cpu"])(jax.ShapeDtypeStruct((3, 8 * n), jnp.float32))
+    x = np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)
+    np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(x), f(x))
 
 
 X = np.ones((4, 6), np.float32)
@@ -341,3 +355,8 @@ def test_a_quantized_array_is_not_quantized_again():
 def test_whole_rows_of_a_batch_of_one_lower_to_the_kernel():
     x = jax.ShapeDtypeStruct((1, 8, 4), jnp.float32)
     assert "@jax_qmm_quantize_dynamic" in lowered_for_cuda(lambda x: jax_qmm.quantize(x, axis=(1, 2)), x)
+
+
+def test_a_scale_of_8_bits_is_refused():
+    with pytest.raises(TypeError, match="scale has dtype float8_e4m3fn"):
+        jax_qmm.quantize(jnp.ones((2, 4)), scale=jnp.ones((), jnp.float8_e4m3fn))

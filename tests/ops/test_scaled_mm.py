@@ -186,7 +186,7 @@ BAD = {  # changes to a good call: the error and what it must say
     "b rank 3": (dict(b=np.zeros((1, 6, 32), np.int8)), ValueError, r"b has shape \(1, 6, 32\); .*\(N, K\)"),
     "scale_a": (dict(scale_a=np.ones(6, np.float32)), ValueError, r"scale_a has shape \(6,\).*\(8,\), \(8, 1\)"),
     "scale_a (1,)": (dict(scale_a=np.ones(1, np.float32)), ValueError, r"scale_a has shape \(1,\).*\(1, 1\)"),
-    "scale_a f64": (dict(scale_a=np.ones(8)), TypeError, "scale_a has dtype float64.*float32 or bfloat16 or float16"),
+    "scale_a s16": (dict(scale_a=np.ones(8, np.int16)), TypeError, "scale_a has dtype int16.*float32 or bfloat16"),
     "scale_a str": (dict(scale_a="1"), TypeError, "scale_a is a str"),
     "scale_a bool": (dict(scale_a=True), TypeError, "scale_a is a bool"),
     "scale_b": (dict(scale_b=np.ones((6, 1), np.float32)), ValueError, r"scale_b has shape \(6, 1\).*\(6,\), \(1, 6\)"),
@@ -222,7 +222,8 @@ BAD_AZP = {
         ValueError,
         r"(azp_adj|azp_with_adj) has shape \(1, 6\).*\(6,\)",
     ),
-    "adj dtype": (dict(adj=np.ones(6, np.int64)), TypeError, "(azp_adj|azp_with_adj) has dtype int64; .*int32"),
+    "adj dtype": (dict(adj=np.ones(6, np.int16)), TypeError, "(azp_adj|azp_with_adj) has dtype int16; .*int32"),
+    "adj range": (dict(adj=np.full(6, 2**31)), ValueError, "(azp_adj|azp_with_adj) is .* out of range of int32"),
     "adj number": (dict(adj=3), TypeError, "(azp_adj|azp_with_adj) is a int; .*int32"),
     "sums": (dict(out_dtype=jnp.int32), ValueError, "out_dtype is int32, which only scaled_mm has"),
 }

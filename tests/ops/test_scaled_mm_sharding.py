@@ -1,3 +1,4 @@
+import math
 import re
 
 import jax
@@ -80,6 +81,20 @@ def test_partitions_without_needless_communication(operands, kind, sharding, wan
     assert collectives(compiled) == want
     assert got.sharding.is_equivalent_to(NamedSharding(mesh, want_spec), 2)
     np.testing.assert_array_equal(got, f32_azp(*operands))
+
+
+def test_what_has_one_axis_twice_moves_as_in_lax(operands):
+    """a has the axis on K that b has on N: a alone moves, as much as lax moves, and the sums are reduced."""
+    mesh = make_mesh((2, 4), ("x", "y"), AxisType.Auto)
+    args = put(mesh, operands[:2], [P(None, "x"), P("x", "y")])
+    sums = lambda a, b: jax_qmm.scaled_mm(a, b, 1.0, 1.0, out_dtype=jnp.int32)
+    dot = lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+    ours, lax = (jax.jit(f).lower(*args).compile() for f in (sums, dot))
+    moved = lambda compiled: re.findall(r"= (\w+)\[([\d,]+)\]\S* (?:all-|collective-)", compiled.as_text())
+    assert ("s32", f"{M},{N // 2}") in moved(ours) and ("s32", f"{M},{N // 2}") in moved(lax)
+    elements = lambda found: sum(math.prod(map(int, dims.split(","))) for kind, dims in found if kind == "s8")
+    assert 0 < elements(moved(ours)) <= elements(moved(lax))
+    np.testing.assert_array_equal(ours(*args), dot(*operands[:2]))
 
 
 def test_one_axis_on_m_and_n_follows_the_result(operands):

@@ -1,0 +1,92 @@
+// The cost model: how long each kernel takes for a product, from costs that were measured on each model of GPU.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <mutex>
+#include <shared_mutex>
+
+#include "scaled_mm/instances.h"
+
+namespace jax_qmm {
+namespace {
+
+using sm90::Schedule;
+
+using Costs = std::vector<std::optional<ScaledMmCost>>;  // by instance
+
+struct Model {
+  Gpu gpu;
+  Costs costs;
+};
+std::shared_mutex mutex;
+std::vector<Model> models;
+
+Model const* find(Gpu const& gpu) {
+  Model const* like = nullptr;
+  for (Model const& model : models) {
+    if (model.gpu.model() == gpu.model()) return &model;
+    if (like == nullptr && model.gpu.arch == gpu.arch) like = &model;
+  }
+  return like;
+}
+
+// None where this is not to be chosen.
+std::optional<ScaledMmTerms> terms_of(Instance const& i, ScaledMm const& problem, Gpu const& gpu) {
+  if (!serves(i, problem)) return std::nullopt;
+  // Of one-tile kernels with several rows of tiles: with more, persistent ones are faster on almost all products.
+  int constexpr kMostWaves = 3;
+  ScaledMm const p = i.persistent() ? sm90::overlap_tiles(problem, i.rows_of_a(), gpu.l2_bytes) : problem;
+  int const cluster = i.cluster_m * i.cluster_n * i.split;
+  int const sms = gpu.sms_in_clusters(cluster);
+  double const waves = ceil_div(count_clusters(i, p), std::max(1, sms * i.blocks_per_sm / cluster));
+  bool const several_rows = p.m > i.rows_of_a();
+  if (i.schedule == Schedule::kOneTile && several_rows && waves > kMostWaves) return std::nullopt;
+  double const bytes = double(problem.batch) *
+                       (double(problem.m) * p.k + double(p.n) * p.k + double(problem.m) * p.n * bytes_of(p.out_dtype));
+  return ScaledMmTerms{waves, double(ceil_div(p.k, i.tile_k * i.split)), bytes / (gpu.copy_rate * 1e-6)};
+}
+
+// Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
+double predict(ScaledMmCost const& cost, ScaledMmTerms const& t) {
+  auto const cube = [](double x) { return x * x * x; };
+  return cost.launch +
+         std::cbrt(cube(t.waves * (t.k_tiles * cost.k_tile + cost.tile)) + cube(t.copy_us * cost.reading));
+}
+
+}  // namespace
+
+void set_scaled_mm_cost(Gpu const& gpu, DType in, std::string const& kernel, ScaledMmCost cost) {
+  std::unique_lock lock(mutex);
+  auto model = std::find_if(models.begin(), models.end(), [&](Model const& m) { return m.gpu.model() == gpu.model(); });
+  if (model == models.end()) model = models.insert(model, {gpu, Costs(instances().size())});
+  for (size_t i = 0; i < instances().size(); ++i) {
+    if (instances()[i].in == in && describe(instances()[i]) == kernel) model->costs[i] = cost;
+  }
+  forget_choices();
+}
+
+std::string scaled_mm_costs_of(Gpu const& gpu) {
+  std::shared_lock lock(mutex);
+  Model const* const model = find(gpu);
+  return model ? model->gpu.name : "";
+}
+
+std::vector<double> predict_times(ScaledMm const& problem, Gpu const& gpu) {
+  std::vector<double> times(instances().size(), std::numeric_limits<double>::infinity());
+  std::shared_lock lock(mutex);
+  Model const* const model = find(gpu);
+  for (size_t i = 0; model && i < times.size(); ++i) {
+    if (!model->costs[i]) continue;
+    if (auto const terms = terms_of(instances()[i], problem, gpu)) times[i] = predict(*model->costs[i], *terms);
+  }
+  return times;
+}
+
+std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& p, ScaledMmChoice choice, Gpu const& gpu) {
+  if (choice.instance < 0 || choice.instance >= int(instances().size()) || !tma_aligned(p)) return std::nullopt;
+  if (!runs_on(gpu, choice.instance)) return std::nullopt;
+  Instance const& instance = instances()[choice.instance];
+  return choice.swizzle == swizzle_for(instance, p) ? terms_of(instance, p, gpu) : std::nullopt;
+}
+
+}  // namespace jax_qmm

@@ -1,0 +1,55 @@
+// The table of kernels, and what its parts (select.cc, cost.cc, words.cc, launch.cc) ask of each other.
+#pragma once
+
+#include <climits>
+#include <vector>
+
+#include "core/gpu.h"
+#include "core/launch.h"
+#include "scaled_mm/gemm_sm90.h"
+#include "scaled_mm/problem.h"
+#include "scaled_mm/scaled_mm.h"
+
+namespace jax_qmm {
+
+struct Instance {
+  int first_arch, last_arch;  // the compute capabilities that have its code
+  DType in;
+  sm90::Accum accum;
+  int out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n;
+  sm90::Schedule schedule;
+  bool swap;
+  int blocks_per_sm, warps, split;
+  cudaError_t (*prepare)(bool& fits);
+  cudaError_t (*launch)(ScaledMm const&, int swizzle, Gpu const&, Submit const&);
+
+  // How many rows of a the tiles of a cluster have.
+  int rows_of_a() const { return swap ? tile_n * cluster_n : tile_m * cluster_m; }
+  bool persistent() const { return schedule == sm90::Schedule::kPingpong || schedule == sm90::Schedule::kCooperative; }
+};
+
+std::vector<Instance> const& instances();
+
+// Its words without the swizzle.
+std::string describe(Instance const& instance);
+
+sm90::Accum accum_of(ScaledMm const& problem);
+bool tma_aligned(ScaledMm const& problem);
+
+// Whether it can compute the product, if its operands are aligned.
+bool serves(Instance const& instance, ScaledMm const& problem);
+int swizzle_for(Instance const& instance, ScaledMm const& problem);
+
+// Whether the GPU can run it: `prepare_scaled_mm` has found no device of this process on which its clusters don't fit.
+bool runs_on(Gpu const& gpu, int instance);
+
+// Of tiles, or of the one tile that the blocks of a cluster share.
+int64_t count_clusters(Instance const& instance, ScaledMm const& problem);
+
+// Microseconds that the cost model predicts for each instance; infinite where it does not choose it.
+std::vector<double> predict_times(ScaledMm const& problem, Gpu const& gpu);
+
+// Makes `select_scaled_mm` choose again what it has chosen.
+void forget_choices();
+
+}  // namespace jax_qmm

@@ -1,0 +1,24 @@
+// The kernel for few rows of a, defined in skinny.cu.
+#pragma once
+
+#include "core/gpu.h"
+#include "core/launch.h"
+#include "scaled_mm/problem.h"
+
+namespace jax_qmm::sm90 {
+
+constexpr int kSkinnyM = 8;      // most rows of a
+constexpr int kSkinnyRows = 16;  // of b in a block
+constexpr int kSkinnyStep = 64;  // bytes of each row: one load of 16 bytes by each thread
+
+template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
+struct Skinny {
+  static cudaError_t prepare(bool& fits);
+  static cudaError_t launch(ScaledMm const& problem, int swizzle, Gpu const& gpu, Submit const& submit);
+};
+
+}  // namespace jax_qmm::sm90
+
+// The kernel of one SKINNY line of instances_sm90.def.
+#define JAX_QMM_SKINNY(in, out_bytes, warps, steps, blocks_per_sm) \
+  ::jax_qmm::sm90::Skinny<::jax_qmm::DType::in, out_bytes, warps, steps, blocks_per_sm>

@@ -1,0 +1,29 @@
+// Kernels in words, by which the files of jax_qmm/tuned, `explain` and the benchmarks name them.
+#include <stdexcept>
+
+#include "scaled_mm/instances.h"
+
+namespace jax_qmm {
+
+using sm90::Schedule;
+
+std::string describe(Instance const& i) {
+  auto text = [](int number) { return std::to_string(number); };
+  std::string const tile = "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k);
+  if (i.schedule == Schedule::kSkinny) return tile + " skinny " + text(i.warps) + " warps";
+  char const* const schedule = i.schedule == Schedule::kPingpong      ? " pingpong"
+                               : i.schedule == Schedule::kCooperative ? " cooperative"
+                                                                      : " one tile";
+  return tile + " cluster " + text(i.cluster_m) + "x" + text(i.cluster_n) + schedule + (i.swap ? " swapped" : "") +
+         (i.split > 1 ? " split-K " + text(i.split) : "") +
+         (i.blocks_per_sm > 1 ? " " + text(i.blocks_per_sm) + " per SM" : "");
+}
+
+std::string describe_scaled_mm(ScaledMmChoice choice) {
+  if (choice.instance >= int(instances().size())) throw std::invalid_argument("there is no such kernel");
+  if (choice.instance < 0) return "generic 64x64x64 mma.sync";
+  Instance const& i = instances()[choice.instance];
+  return describe(i) + (i.persistent() ? " swizzle " + std::to_string(choice.swizzle) : "");
+}
+
+}  // namespace jax_qmm

@@ -1,0 +1,190 @@
+"""The one door to the compiled extension: loads it, registers its FFI targets, says whether its kernels run."""
+
+import dataclasses
+import functools
+import importlib
+import os
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_qmm import _compat, tuning
+
+
+@functools.cache
+def _load() -> tuple[Any, str | None]:
+    """Imports and registers the extension: (module, None), or (None, why there is none)."""
+    try:
+        kernels = importlib.import_module("jax_qmm._kernels")
+    except ModuleNotFoundError as error:
+        if error.name != "jax_qmm._kernels":
+            return None, f"the extension failed to load: {error}"
+        return None, "jax_qmm was built without kernels (set JAX_QMM_CUDA_ARCHS=90a and install again)"
+    except ImportError as error:
+        return None, f"the extension failed to load: {error}"
+    tuning.describe_gpus(kernels)
+    kernels.call_before_first_kernel(_load_tuning)
+    if _is_emulated(kernels) or _why_captured():
+        _register(kernels)
+    else:
+        jax.ffi.register_ffi_target("jax_qmm_recording", kernels.register_recording(), platform="CUDA")
+        _compat.after_plugins(lambda: kernels.why_captured() and _register(kernels))
+    return kernels, None
+
+
+def _register(kernels):
+    """Registers the targets without the stage "record": XLA captures their calls."""
+    platform = "cpu" if _is_emulated(kernels) else "CUDA"
+    for target, handlers in kernels.registrations().items():
+        jax.ffi.register_ffi_target(target, handlers, platform=platform)
+
+
+def _is_emulated(kernels):
+    """Whether the extension is a build on tests/emulator, whose kernels run on the CPU."""
+    return getattr(kernels, "runtime", lambda: "static")() == "emulator"
+
+
+def platform() -> str:
+    """The platform that the kernels run on: "cuda", or "cpu" where they are emulated."""
+    kernels, _ = _load()
+    return "cpu" if _is_emulated(kernels) else "cuda"
+
+
+@dataclasses.dataclass(frozen=True)
+class _EmulatedGpu:
+    """What a CPU device lacks of a GPU of JAX."""
+
+    compute_capability: str = "9.0"
+    core_count: int = 132
+    device_kind: str = "emulator"
+    local_hardware_id: int = 0
+
+
+@functools.cache
+def _why_captured():
+    """Why no recording is asked for; None where it is."""
+    if os.environ.get("JAX_QMM_RECORD") == "0":
+        return "JAX_QMM_RECORD=0"
+    return _compat.why_not_recorded()
+
+
+def launches() -> str:
+    """How kernels get into XLA's CUDA graphs, in words: "recorded", or "captured" and why; "" without the extension.
+
+    A recorded kernel may start while the one before it ends; one that is captured from a stream waits.
+    """
+    kernels, _ = _load()
+    if kernels is None:
+        return ""
+    if _is_emulated(kernels):
+        return "emulated"
+    why = _why_captured() or kernels.why_captured()
+    way = f"captured: {why}" if why else "recorded"
+    return way if kernels.launches_overlap() else f"{way}; no launch overlaps another (JAX_QMM_PDL=0)"
+
+
+def _gpus():
+    if platform() == "cpu":
+        return [_EmulatedGpu()]
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:  # no CUDA backend in this process
+        return []
+
+
+def default_devices() -> tuple[str, frozenset[Any]]:
+    """What this process computes on by default: the platform, named as lowering names it ("cuda"), and the devices."""
+    with jax.ensure_compile_time_eval():
+        devices = frozenset(jnp.zeros(()).devices())
+    platform = next(iter(devices)).platform
+    # Lowering names GPUs by their maker.
+    return ("cuda" if platform == "gpu" and not devices.isdisjoint(_gpus()) else platform), devices
+
+
+def fallback_reason(platform: str, devices: Collection[Any] = ()) -> str | None:
+    """Why a program runs the reference lowering; None where the kernels run.
+
+    One program is lowered for all of its devices: an unfit GPU among them takes the kernels from them all, and from
+    no other program. A process without a GPU lowers for another machine, which is taken to have the kernels.
+
+    Args:
+      platform: of the program.
+      devices: of the program, as far as they are known. Where none is a GPU of this process, as in an export, one
+        fit GPU suffices; the kernels refuse to run on another.
+    """
+    kernels, why = _load()
+    if platform != ("cpu" if _is_emulated(kernels) else "cuda"):
+        return f"platform {platform} has no kernels"
+    gpus = _gpus()
+    if not gpus:
+        return None
+    if kernels is None:
+        return why
+    _load_tuning()
+    reasons = [_why_unfit(kernels, gpu) for gpu in gpus]
+    if own := [why for gpu, why in zip(gpus, reasons) if gpu in devices]:
+        return next(filter(None, own), None)
+    return reasons[0] if all(reasons) else None
+
+
+def _why_unfit(kernels, gpu):
+    """Why the kernels don't run on a GPU; "" where they do."""
+    return kernels.why_unfit(gpu.device_kind, int(gpu.compute_capability.replace(".", "")), kernels.driver_version())
+
+
+@functools.cache
+def _load_tuning():
+    """Gives the tuning files to the extension, once: when a kernel is first lowered, described or run.
+
+    Not when the extension is loaded: whether a file serves depends on the GPU, and an import must not start
+    JAX's backends. A program that was lowered in another process is only run.
+    """
+    kernels, _ = _load()
+    if kernels is None:
+        return
+    models = {(gpu.device_kind, gpu.core_count): gpu for gpu in reversed(_fit_gpus(kernels))}
+    tuning.apply(kernels, [kernels.Gpu.of_device(device.local_hardware_id) for device in models.values()])
+
+
+def _fit_gpus(kernels):
+    """The GPUs of this process, without those of others, that the kernels fit."""
+    return [gpu for gpu in _gpus() if gpu.local_hardware_id is not None and not _why_unfit(kernels, gpu)]
+
+
+def gpu():
+    """The extension's description of the default device, or else of the first GPU here, that its kernels fit.
+
+    Where there is none, it is of an H200.
+    """
+    kernels, why = _load()
+    assert kernels is not None, why
+    fit = _fit_gpus(kernels)
+    if not fit:
+        return tuning.default_gpu(kernels)
+    _, default = default_devices()
+    device = next((device for device in default if device in fit), fit[0])
+    return kernels.Gpu.of_device(device.local_hardware_id)
+
+
+def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum) -> str:
+    """The kernel that the extension chooses for this product and why, in words; "" without the extension."""
+    kernels, _ = _load()
+    if kernels is None:
+        return ""
+    _load_tuning()
+    on = gpu()
+    problem = kernels.ScaledMmProblem(m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum)
+    if (measured := problem.tuned(on)) is not None:
+        why = "tuned" if measured == m else f"tuned at M {measured}"
+    elif len(problem.choices(on)) == 1:
+        why = "the only one for this alignment"
+    elif (like := kernels.scaled_mm_costs_of(on)) == on.name:
+        why = "by the cost model"
+    else:
+        why = f"by the cost model of {like}"
+    return f"{kernels.describe_scaled_mm(problem.select(on))} ({why})"
+
+
+_load()

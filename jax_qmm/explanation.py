@@ -1,0 +1,166 @@
+"""`explain`: the quantized operations of a function with what runs each, and the products that stayed float."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
+
+from jax_qmm import _extension
+from jax_qmm.dtypes import QTYPES
+from jax_qmm.ops import dispatch
+from jax_qmm.ops.dequantized_dot import dequantized_reason
+from jax_qmm.text_table import format_table
+
+
+@dataclasses.dataclass(frozen=True)
+class OpRow:
+    """One operation of a function.
+
+    Attributes:
+      op: "scaled_mm", "quantize" or "dequantized dot", with what belongs to it in parentheses; "transpose" of
+        8-bit values, for a weight that is stored in another order than the kernel reads; or a product of
+        jax.lax that stayed float, as "dot_general" and "conv_general_dilated".
+      inputs: dtypes and shapes of the matrices, or of what is quantized; inside a shard_map those of one
+        device.
+      out: dtype and shape of the result.
+      count: how often it runs in one call of the function; a while loop counts as one turn, a cond as all of
+        its branches.
+      runs_on: the kernel that is chosen, or "reference: why"; for a transpose what spares it; "XLA" for a float
+        product.
+      inside: the control flow around it, outermost first ("scan", "while", "cond", "shard_map"); may be "".
+    """
+
+    op: str
+    inputs: str
+    out: str
+    count: int
+    runs_on: str
+    inside: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The quantized operations and the float products of a function; print it.
+
+    Attributes:
+      rows: an `OpRow` for each quantized operation, equal ones added up, in order of first appearance.
+      float_rows: likewise for each product of float arrays (attention, a head, a convolution).
+      launches: how kernels get into XLA's CUDA graphs: "recorded", so that one may start while the one before it
+        ends, or "captured" and why; "" where no kernels run.
+    """
+
+    rows: tuple[OpRow, ...]
+    float_rows: tuple[OpRow, ...] = ()
+    launches: str = ""
+
+    def __str__(self):
+        columns = ("op", "inputs", "out", "count", "inside")
+        cells = lambda row: tuple(getattr(row, column) for column in columns)
+        parts = ["no quantized operation"]
+        if self.rows:
+            parts = [format_table((*columns, "runs on"), [(*cells(row), row.runs_on) for row in self.rows])]
+        if self.launches and self.rows:
+            parts.append(f"launches: {self.launches}")
+        if self.float_rows:
+            parts += ["", "products that stayed float:", format_table(columns, map(cells, self.float_rows))]
+        return "\n".join(parts)
+
+
+def explain(fn: Callable, *args, **kwargs) -> Explanation:
+    """Lists the quantized operations that a call of `fn` runs, each with its kernel or with why it has none.
+
+    The products that stayed float are listed apart, those of attention for instance.
+
+    The function is traced, not run. Kernels are those that the default device has for the shapes as traced:
+    operands that the compiler splits over devices count as a whole.
+
+    Args:
+      fn: any function that JAX can trace, or a model that is a pytree, such as an nnx.Module.
+      *args: positional arguments as in a call of `fn`; arrays can be ShapeDtypeStructs. What is no array is
+        not traced.
+      **kwargs: likewise.
+
+    Returns:
+      An `Explanation`: print it, or read its `rows`.
+
+    >>> import jax.numpy as jnp, jax_qmm
+    >>> def f(x, w):
+    ...     q = jax_qmm.quantize(x)
+    ...     return jax_qmm.scaled_mm(q.qvalue, w, q.scale, 0.5)
+    >>> w = jax.ShapeDtypeStruct((16, 32), jnp.int8)
+    >>> table = explain(f, jax.ShapeDtypeStruct((8, 32), jnp.bfloat16), w)
+    >>> [(row.op, row.inputs, row.out, row.count) for row in table.rows]  # doctest: +NORMALIZE_WHITESPACE
+    [('quantize (dynamic, per row)', 'bfloat16[8,32]', 'int8[8,32]', 1),
+     ('scaled_mm (scale_a, scale_b)', 'int8[8,32] x int8[16,32]', 'bfloat16[8,16]', 1)]
+    """
+    jaxpr = trace(fn, *args, **kwargs)
+    counts: dict[OpRow, int] = {}
+    where = _extension.default_devices()
+    for row in _walk(jaxpr.jaxpr, 1, (), where):
+        key = dataclasses.replace(row, count=0)
+        counts[key] = counts.get(key, 0) + row.count
+    rows = [dataclasses.replace(row, count=count) for row, count in counts.items()]
+    split = (tuple(row for row in rows if (row.runs_on == _FLOAT) == is_float) for is_float in (False, True))
+    return Explanation(*split, "" if _extension.fallback_reason(*where) else _extension.launches())
+
+
+_FLOAT = "XLA"
+_FLOAT_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def trace(fn: Callable, *args, **kwargs) -> ClosedJaxpr:
+    """The jaxpr of a call of `fn`, traced over only the arrays in `fn` and its arguments."""
+    leaves, tree = jax.tree.flatten((fn, args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)}
+
+    def call(arrays):
+        fn, args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return jax.tree.leaves(fn(*args, **kwargs))
+
+    return jax.make_jaxpr(call)(arrays)
+
+
+def _walk(jaxpr: Jaxpr, count: int, inside: tuple[str, ...], where: tuple) -> Iterator[OpRow]:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if described := _describe(eqn, where):
+            op, inputs, runs_on = described
+            operands = " x ".join(map(_typed, inputs))
+            yield OpRow(op, operands, _typed(eqn.outvars[0].aval), count, runs_on, " > ".join(inside))
+            continue
+        turns = eqn.params["length"] if name == "scan" else 1
+        around = (*inside, name) if name in ("scan", "while", "cond", "shard_map") else inside
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+                yield from _walk(inner, count * turns, around, where)
+
+
+def _is_jaxpr(value):
+    return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
+def _typed(aval):
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _describe(eqn, where):
+    """What to call an equation, its inputs and what runs it; None if it is neither quantized nor a product."""
+    if op := dispatch.OPS.get(eqn.primitive):
+        operands, results = ([var.aval for var in some] for some in (eqn.invars, eqn.outvars))
+        params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
+        label, shown = op.describe(operands, results, **params)
+        why = op.unserved(*where, operands, **params)
+        return label, shown, f"reference: {why}" if why else op.choice(operands, results, **params)
+    avals = [var.aval for var in eqn.invars]
+    if eqn.primitive.name == "transpose" and avals[0].dtype in QTYPES:
+        return "transpose", avals, "XLA, at each call: store the axes that the product contracts last"
+    if why := dequantized_reason(str(eqn.params.get("name", ""))):
+        return "dequantized dot", avals, f"reference: {why}"
+    if eqn.primitive.name in _FLOAT_PRODUCTS and jnp.issubdtype(avals[0].dtype, jnp.floating):
+        return eqn.primitive.name, avals[:2], _FLOAT
+    return None

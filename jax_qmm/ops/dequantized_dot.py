@@ -1,0 +1,69 @@
+"""Products that no kernel computes, in floating point from dequantized operands.
+
+The jaxpr of one has a jit named "jax_qmm_dequantized_dot_" and the reason (a key of `REASONS`), so that `explain` can
+tell.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jax_qmm.ops.product import plus, transposed
+from jax_qmm.qarray import QArray
+
+REASONS = {
+    "no_contraction": "no axis is contracted",
+    "two_dtypes": "one operand is int8 and the other float8",
+    "blocks": "an operand has several scales within one axis",
+    "scales_along_contraction": "scales vary along a contracted axis",
+    "two_zero_points": "both operands have zero points",
+}
+_PREFIX = "jax_qmm_dequantized_dot_"
+
+
+def dequantized_reason(jit_name):
+    """Why a jit of this name in a jaxpr computes with dequantized operands; None if it is another function.
+
+    >>> dequantized_reason("jax_qmm_dequantized_dot_blocks")
+    'an operand has several scales within one axis'
+    """
+    return REASONS.get(jit_name[len(_PREFIX) :]) if jit_name.startswith(_PREFIX) else None
+
+
+def float_dot(product, lhs, rhs):
+    """The product of the dequantized operands, in the float type that holds all of them and the output."""
+    dtypes = {product.out_dtype, *(x.dtype for x in (lhs, rhs) if not isinstance(x, QArray))}
+    dtype = product.out_dtype if len(dtypes) == 1 else jnp.dtype(jnp.float32)
+    sizes = product.sizes(lhs, rhs)
+    dense = (x.dequantize(dtype) if isinstance(x, QArray) else x.astype(dtype) for x in (lhs, rhs))
+    (lhs, left), (rhs, right) = (_without_ones(x, own, sizes) for x, own in zip(dense, (product.lhs, product.rhs)))
+    batch = tuple(label for label in product.batch if label in left and label in right)
+    free = tuple(label for label in (*left, *right) if label not in (*product.contracted, *batch))
+    produced = (*batch, *free)
+    axes = lambda own, labels: tuple(own.index(label) for label in labels)
+    out = jax.lax.dot_general(
+        lhs,
+        rhs,
+        ((axes(left, product.contracted), axes(right, product.contracted)), (axes(left, batch), axes(right, batch))),
+        precision=product.precision,
+        preferred_element_type=dtype,
+        out_sharding=product.sharding(produced),
+    )
+    return transposed(out, axes(produced, product.out)).astype(product.out_dtype)
+
+
+def _without_ones(x, own, sizes):
+    """`x` and its labels without the axes along which lax.dot_general would have to repeat it."""
+    repeated = tuple(axis for axis, label in enumerate(own) if x.shape[axis] != sizes[label])
+    return jnp.squeeze(x, repeated), tuple(label for axis, label in enumerate(own) if axis not in repeated)
+
+
+def _named_dequantized_dot(why):
+    def dot(product, lhs, rhs, bias):
+        out = float_dot(product, lhs, rhs)
+        return out if bias is None else plus(out, bias, product.out_dtype)
+
+    dot.__name__ = dot.__qualname__ = _PREFIX + why
+    return jax.jit(dot, static_argnums=0)
+
+
+DOTS = {why: _named_dequantized_dot(why) for why in REASONS}

@@ -1,0 +1,119 @@
+"""Operands with labelled dimensions ("factors") on the devices of a mesh, through custom_partitioning."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+
+from jax_qmm import _compat
+
+
+def find_mesh(ctx):
+    """The context of a lowering rule with the mesh by which custom_partitioning reads shardings.
+
+    jit knows the mesh when an operand or a constraint in it has a NamedSharding. Under `jax.set_mesh` with
+    nothing but unsharded arguments and bare PartitionSpecs it does not.
+
+    Returns:
+      A context for the lowering of a custom_partitioning; None where there is no use for one: inside a
+      shard_map, on one device, or where no mesh is to be found, so that XLA gathers operands that are sharded
+      all the same.
+    """
+    axis_context = ctx.module_context.axis_context
+    if _compat.has_manual_axes(ctx) or getattr(axis_context, "num_devices", 1) == 1:
+        return None
+    mesh = axis_context.abstract_mesh or jax.sharding.get_abstract_mesh()
+    if mesh.size != axis_context.num_devices:
+        return None
+    return ctx.replace(
+        module_context=ctx.module_context.replace(axis_context=dataclasses.replace(axis_context, abstract_mesh=mesh))
+    )
+
+
+def partitioned(local, operands, results, shapes, *, over=(), across=None):
+    """`local` on operands that are sharded over several devices; dimensions of one factor are sharded alike.
+
+    Two factors cannot have one mesh axis. Then the operands that have a factor of `over` decide before the
+    others, factors that the result has sharded the same way before those that it has not, and those of `over`
+    last. What loses an axis is gathered, as is a dimension that its axes don't divide.
+
+    Args:
+      local: function of the operands that one device holds.
+      operands: for each operand the factors of its dimensions, as strings.
+      results: likewise for each result.
+      shapes: of the operands. A dimension of 1 is not sharded with its factor.
+      over: the factors that are reduced.
+      across: called with the mesh axes of `over` where there are some, gives the function in place of `local`.
+    """
+    ones = (f"one{i}" for i in itertools.count())
+    operands = [
+        [next(ones) if size == 1 else factor for size, factor in zip(shape, factors)]
+        for shape, factors in zip(shapes, operands)
+    ]
+    known = set(itertools.chain(*operands))
+    results = [[factor if factor in known else next(ones) for factor in factors] for factors in results]
+
+    def partition(mesh, args, outs):
+        bare = not isinstance(outs, (list, tuple))  # as `local` returns it
+        specs, result_specs = ([_even_spec(mesh, x) for x in arrays] for arrays in (args, [outs] if bare else outs))
+        axes = _assign(operands, specs, results, result_specs, over)
+        sharding = lambda factors: _named_sharding(mesh, [axes.get(factor) for factor in factors])
+        reduced = tuple(axis for factor in over for axis in axes.get(factor, ()))
+        out_shardings = [sharding(factors) for factors in results]
+        lower = _without_mesh(across(reduced) if reduced else local)  # pyright: ignore[reportOptionalCall]
+        return mesh, lower, out_shardings[0] if bare else out_shardings, tuple(map(sharding, operands))
+
+    spell = lambda arrays: ", ".join(" ".join(factors) for factors in arrays)
+    wrapped = custom_partitioning(lambda *operands: local(*operands))
+    wrapped.def_partition(partition=partition, sharding_rule=f"{spell(operands)} -> {spell(results)}")
+    return wrapped
+
+
+def _assign(operands, specs, results, result_specs, over):
+    """The mesh axes of each factor, by the rules of `partitioned`."""
+    wanted = dict(itertools.chain(*(zip(*pair) for pair in zip(results, result_specs))))
+    claims = []  # (rank, factor, axes)
+    for factors, spec in zip(operands, specs):
+        deciding = any(factor in over for factor in factors)
+        for factor, axes in zip(factors, spec):
+            if axes and not factor.startswith("one"):
+                claims.append(((not deciding, factor in over, wanted.get(factor) != axes), factor, axes))
+    taken, assigned = set(), {}
+    for _, factor, axes in sorted(claims, key=lambda claim: claim[0]):
+        if factor not in assigned:
+            axes = tuple(itertools.takewhile(lambda axis: axis not in taken, axes))
+            if axes:
+                assigned[factor] = axes
+                taken |= set(axes)
+    return assigned
+
+
+def mesh_axes(entry):
+    """The entry of a PartitionSpec as a tuple."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _even_spec(mesh, x):
+    """The mesh axes of each dimension of `x`; none where they don't divide it, as XLA pads parts by junk."""
+    spec = [mesh_axes(entry) for entry in x.sharding.spec]
+    spec += [()] * (len(x.shape) - len(spec))
+    return [
+        axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else () for axes, size in zip(spec, x.shape)
+    ]
+
+
+def _named_sharding(mesh, spec):
+    """The sharding of an array with these mesh axes for each dimension."""
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(axes or None for axes in spec)))
+
+
+def _without_mesh(function):
+    """`function` on the parts of one device, which the types of a mesh around the compilation don't fit."""
+
+    def local(*operands):
+        with jax.sharding.use_abstract_mesh(_compat.NO_MESH):
+            return function(*operands)
+
+    return local

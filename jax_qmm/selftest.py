@@ -1,0 +1,220 @@
+"""`python -m jax_qmm selftest`: every kernel of the build on this machine's GPU, against the reference."""
+
+import functools
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import jax_qmm
+from jax_qmm import _extension
+from jax_qmm.reference.quantize import quantize_dynamic, quantize_static
+from jax_qmm.reference.scaled_mm import scaled_mm as reference_scaled_mm, sums
+from jax_qmm.text_table import format_table
+from jax_qmm.tuning import Product
+
+# M and K of products, ragged in whatever a kernel tiles; rows of 75 bytes are aligned for the general kernel alone.
+PRODUCTS = ((1, 16), (7, 4624), (17, 1040), (130, 272), (333, 2064), (33, 75))
+# Each kernel gets an N of its own, from the first on, so that one program runs them all.
+FIRST_N, NEXT_N = 136, 8
+# dtype of the operands, dtype of the result, whether fp8 is summed in the tensor cores' narrow accumulator.
+KINDS = (
+    ("int8", "bfloat16", False),
+    ("int8", "float32", False),
+    ("int8", "int32", False),
+    ("float8_e4m3fn", "bfloat16", True),
+    ("float8_e4m3fn", "float32", True),
+    ("float8_e4m3fn", "bfloat16", False),
+)
+# Of the sum of absolute products: tensor cores cut each of the 33 terms of a step at 2**-13 of the largest.
+FP8_TOLERANCE = 2.0**-9
+
+# Shapes to quantize, with columns around the lengths at which the kernels change.
+ARRAYS = ((3, 1), (5, 31), (3, 1000), (2, 28672), (1, 131075))
+FLOATS = ("float32", "bfloat16", "float16")
+QTYPES = (("int8", True), ("int8", False), ("float8_e4m3fn", True))  # qtype, symmetric
+SCALES = (("dynamic per row", (1,)), ("dynamic per tensor", (0, 1)), ("static", None))  # name, axes that share one
+STATIC_SCALE, STATIC_ZERO_POINT = 0.013, 5
+
+
+class Result(NamedTuple):
+    """One kernel on one input.
+
+    Attributes:
+      op: what was computed, in words.
+      kernel: in words.
+      shape: of the input, in words.
+      wrong: how many elements of the result differ from the reference's by more than they may.
+    """
+
+    op: str
+    kernel: str
+    shape: str
+    wrong: int
+
+
+def check_scaled_mm(kernels, gpu, kind: tuple[str, str, bool], m: int, k: int) -> Iterator[Result]:
+    """Runs every kernel that serves products of this kind, M and K.
+
+    int8 must agree bit for bit; fp8 within FP8_TOLERANCE of the sum of absolute products and one rounding.
+    """
+    dtype, out_dtype, fast_accum = kind
+    choices = kernels.ScaledMmProblem(m, FIRST_N, k, 1, *kind).choices(gpu)
+    products = [Product(m, FIRST_N + NEXT_N * i, k, 1, *kind) for i in range(len(choices))]
+    for product, choice in zip(products, choices):
+        kernels.ScaledMmProblem(*product).tune(choice, gpu)
+    operands = _operands(m, products[-1].n, k, kind)
+    inputs = [
+        {name: x[: product.n] if name in ("b", "scale_b", "bias", "azp_adj") else x for name, x in operands.items()}
+        for product in products
+    ]
+    op = jax_qmm.scaled_mm_azp_per_token if "azp" in operands else jax_qmm.scaled_mm
+    options: dict[str, Any] = {"out_dtype": out_dtype}
+    if out_dtype == "int32":
+        options |= {"scale_a": 1.0, "scale_b": 1.0}
+    elif dtype != "int8" and not fast_accum:
+        options |= {"precision": "highest"}
+    outputs = jax.jit(lambda inputs: [op(**x, **options) for x in inputs])(inputs)
+    want, tolerance = _expected(operands, out_dtype)
+    name = ", ".join([f"scaled_mm, {dtype} to {out_dtype}", *options.get("precision", "").split()])
+    for product, choice, out in zip(products, choices, outputs):
+        of_product = np.s_[:, : product.n]
+        if tolerance is None:
+            right = _bits(np.asarray(out)) == _bits(want[of_product])
+        else:
+            right = np.abs(np.asarray(out, np.float64) - want[of_product]) <= tolerance[of_product]
+        shape = f"M {m}, N {product.n}, K {k}"
+        yield Result(name, kernels.describe_scaled_mm(choice), shape, int((~right).sum()))
+
+
+def _operands(m, n, k, kind) -> dict[str, Any]:
+    dtype, out_dtype, _ = kind
+    rng = np.random.default_rng(m)
+    if dtype == "int8":
+        a, b = (rng.integers(-128, 128, (rows, k), np.int8) for rows in (m, n))
+    else:
+        a, b = (rng.standard_normal((rows, k), np.float32).astype(jnp.dtype(dtype)) for rows in (m, n))
+    if out_dtype == "int32":  # the sums alone
+        return {"a": a, "b": b}
+    vectors = {"scale_a": m, "scale_b": n, "bias": n}
+    operands = {"a": a, "b": b} | {name: rng.uniform(-2, 2, size).astype("f") for name, size in vectors.items()}
+    if dtype == "int8":
+        operands["azp"] = rng.integers(-128, 128, m, np.int32)
+        operands["azp_adj"] = b.sum(axis=1, dtype=np.int32)
+    return operands
+
+
+def _expected(operands, out_dtype):
+    """The reference's result and by how much a kernel's may differ from it; None where it may not."""
+    exact = operands["a"].dtype == np.int8
+    with jax.default_device(jax.devices("cpu")[0]):
+        if out_dtype == "int32":
+            return np.asarray(sums(operands["a"], operands["b"])), None
+        want = np.asarray(reference_scaled_mm(**operands, out_dtype=jnp.dtype(out_dtype) if exact else jnp.float32))
+    if exact:
+        return want, None
+    a, b, scale_a, scale_b = (np.abs(operands[name].astype("f")) for name in ("a", "b", "scale_a", "scale_b"))
+    size = scale_a[:, None] * scale_b * (a @ b.T)
+    return want, FP8_TOLERANCE * size + float(jnp.finfo(out_dtype).eps) * np.abs(want) + 2.0**-20
+
+
+def check_quantize(rows: int, columns: int) -> Iterator[Result]:
+    """Quantizes an array in every way that has a kernel; all must agree with the reference bit for bit."""
+    x = np.random.default_rng(columns).standard_normal((rows, columns), np.float32)
+    ways: list[tuple[Any, ...]] = [(dtype, *qtype, *scale) for dtype in FLOATS for qtype in QTYPES for scale in SCALES]
+
+    def by_kernels(x, dtype, qtype, symmetric, name, axes):
+        options: dict[str, Any] = {"axis": axes} if axes else {"scale": STATIC_SCALE}
+        if not (axes or symmetric):
+            options["zero_point"] = STATIC_ZERO_POINT
+        q = jax_qmm.quantize(x.astype(dtype), jnp.dtype(qtype), symmetric=symmetric, **options)
+        return (q.qvalue, q.scale, q.zero_point) if axes else q.qvalue
+
+    def by_reference(x, dtype, qtype, symmetric, name, axes):
+        x, qtype = x.astype(dtype), jnp.dtype(qtype)
+        if axes:
+            return quantize_dynamic(x, qtype, axes, symmetric)
+        zero_point = None if symmetric else jnp.int32(STATIC_ZERO_POINT)
+        return quantize_static(x, jnp.float32(STATIC_SCALE), zero_point, qtype)
+
+    outputs = jax.jit(lambda x: [by_kernels(x, *way) for way in ways])(x)
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = jax.jit(lambda x: [by_reference(x, *way) for way in ways])(x)
+    for (dtype, qtype, symmetric, name, _), got, want in zip(ways, outputs, wanted):
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want))
+        wrong = sum(int((_bits(np.asarray(g)) != _bits(np.asarray(w))).sum()) for g, w in pairs)
+        op = f"quantize, {dtype} to {qtype}" + ("" if symmetric else ", zero points")
+        yield Result(op, name, f"({rows}, {columns})", wrong)
+
+
+def _bits(x):
+    return np.ascontiguousarray(x).view(f"u{x.itemsize}")
+
+
+def run(kernels, gpu) -> tuple[list[Result], list[str]]:
+    """Runs every kernel and shows a progress bar; returns the results, and in words what could not run."""
+    programs = {}
+    for kind in KINDS:
+        for m, k in PRODUCTS:
+            check = functools.partial(check_scaled_mm, kernels, gpu, kind, m, k)
+            programs[f"scaled_mm {' '.join(map(str, kind))}, M {m}, K {k}"] = check
+    for shape in ARRAYS:
+        programs[f"quantize {shape}"] = functools.partial(check_quantize, *shape)
+    results, failures = [], []
+    with tqdm(programs.items(), desc="selftest", unit="program") as bar:
+        for name, check in bar:
+            bar.set_postfix_str(name)
+            try:
+                results += check()
+            except RuntimeError as error:  # of CUDA or XLA
+                failures.append(f"{name} failed: {next(iter(str(error).splitlines()), type(error).__name__)}")
+    kernels.clear_scaled_mm_tuning()
+    return results, failures
+
+
+def table(results: list[Result]) -> str:
+    """A line for each op.
+
+    >>> print(table([Result("quantize", "static", "(2, 4)", 0), Result("quantize", "static", "(2, 8)", 3)]))
+    op        kernels  runs  wrong
+    quantize  1        2     1
+    """
+    by_op = defaultdict(list)
+    for result in results:
+        by_op[result.op].append(result)
+    lines = [
+        (op, str(len({r.kernel for r in of_op})), str(len(of_op)), str(sum(r.wrong > 0 for r in of_op)))
+        for op, of_op in by_op.items()
+    ]
+    return format_table(("op", "kernels", "runs", "wrong"), lines)
+
+
+def main() -> None:
+    """Runs and prints the results; ends the process with code 1 where one is wrong, with 2 where no kernel can run."""
+    gpus, platform = _extension._gpus(), _extension.platform()
+    missing = _extension.fallback_reason(platform) if gpus else "JAX sees no NVIDIA GPU here"
+    if missing:
+        words = "selftest runs each of the build's kernels on the GPU and compares its results with the reference's"
+        print(f"{words}. It can't here: {missing}. No kernel was tested.", file=sys.stderr)
+        raise SystemExit(2)
+    gpu = next(gpu for gpu in gpus if not _extension.fallback_reason(platform, [gpu]))
+    print(f"jax_qmm {jax_qmm.__version__} on {gpu.device_kind}, jax {jax.__version__}", flush=True)
+    os.environ["JAX_QMM_STRICT"] = "1"  # what ran on the reference was not tested
+    with jax.default_device(gpu):
+        gpu = _extension.gpu()
+        gpu.prepare()
+        results, failures = run(_extension._load()[0], gpu)
+    wrong = [result for result in results if result.wrong]
+    print(f"\n{table(results)}")
+    for op, kernel, shape, count in wrong:
+        failures.append(f"{op}, {shape}: {count} elements of the result are wrong: {kernel}")
+    print(*failures, sep="\n", end="\n" if failures else "")
+    if failures or not results:
+        raise SystemExit(1)
+    print("Every kernel agrees with the reference: int8 bit for bit, fp8 within its rounding.")

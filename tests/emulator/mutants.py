@@ -1,0 +1,203 @@
+"""Breaks the kernels, one place at a time, and says whether the GPU tests on the emulator notice, and by what.
+
+    python tests/emulator/mutants.py [PART OF A NAME ...]
+
+Works on a copy of the sources in build/emulator/mutants, where each mutant compiles only what it changes, for a minute.
+Ends with 1 if a mutant that must be noticed is not, or if the tests of the unchanged kernels fail.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+
+from build import BUILD, ROOT, build
+
+COPY = BUILD / "mutants"
+# A few kernels, so that compiling a mutant is quick: of each family those that have all its parts.
+KERNELS = """
+GEMM(kS8, kFull, 2, 128, 128, 128, 2, 1, kPingpong, false)
+GEMM(kS8, kFull, 2, 256, 128, 128, 1, 2, kCooperative, false)
+SKINNY(kS8, 2, 16, 2, 2)
+ONE_TILE(kS8, 2, 64, 16, 256, 1, 1, 1, 1, false)
+ONE_TILE(kS8, 2, 64, 128, 128, 2, 1, 1, 1, false)
+ONE_TILE(kS8, 2, 64, 32, 128, 1, 1, 6, 1, true)
+"""
+EXACT = "tests/ops/test_scaled_mm_gpu.py::test_int8_is_exact_for_every_shape[{}]"
+CHOICES = "tests/ops/test_scaled_mm_choices_gpu.py::test_every_choice_gives_the_same_int8_result[{}-bfloat16]"
+ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
+TESTS = {
+    "quantize": [ROWS.format(cols) for cols in (1000, 4096, 8200)],
+    "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
+    "skinny": [CHOICES.format((7, 200, 4624))],
+    "one tile": [CHOICES.format((7, 200, 4624)), CHOICES.format((130, 1544, 272))],
+    "gemm": [CHOICES.format((130, 1544, 272)), CHOICES.format((333, 392, 2064))],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """`old` becomes `new`, once, in a file of cuda/. Its name begins with its family."""
+
+    name: str
+    file: str
+    old: str
+    new: str = ""
+    noticed: bool = True
+
+    @property
+    def family(self):
+        return self.name.partition(":")[0]
+
+
+GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
+QUANTIZE, EPILOGUE = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh"
+MUTANTS = [
+    Mutant("quantize: one chunk too many is loaded", QUANTIZE, "if (i < count) chunks", "if (i <= count) chunks"),
+    Mutant("quantize: one chunk too many is stored", QUANTIZE, "if (i >= count) break;", "if (i > count) break;"),
+    Mutant("quantize: one row too many", QUANTIZE, "if (row >= rows) return;", "if (row > rows) return;"),
+    Mutant(
+        "quantize: no barrier in the reduction", QUANTIZE, "    __syncthreads();\n    range = lane", "    range = lane"
+    ),
+    Mutant(
+        "quantize: idle warps' ranges too", QUANTIZE, "lane < blockDim.x / 32 ? warps[lane] : Range{}", "warps[lane]"
+    ),
+    Mutant(
+        "generic: no barrier before a tile is stored", GENERIC, "    __syncthreads();\n    store_tile", "    store_tile"
+    ),
+    Mutant(
+        "generic: no barrier after a tile is stored",
+        GENERIC,
+        "    store_tile(smem_b, words_b);\n    __syncthreads();",
+        "    store_tile(smem_b, words_b);",
+    ),
+    Mutant("generic: one row too many is loaded", GENERIC, "if (row >= rows) continue;", "if (row > rows) continue;"),
+    Mutant("generic: one byte too many of K", GENERIC, "if (column + j < k)", "if (column + j <= k)"),
+    Mutant("generic: one row too many is written", GENERIC, "if (m >= p.m) continue;", "if (m > p.m) continue;"),
+    Mutant("generic: one column too many is written", GENERIC, "if (n >= p.n) continue;", "if (n > p.n) continue;"),
+    Mutant("generic: words of unaligned rows", GENERIC, "words ? 4 : 1", "4"),
+    Mutant("skinny: no barrier before the sums", SKINNY, "  __syncthreads();\n  if (!writes)", "  if (!writes)"),
+    Mutant("skinny: one column too many", SKINNY, "m < kSkinnyM && n < p.n", "m < kSkinnyM && n <= p.n"),
+    Mutant("skinny: one row too many", SKINNY, "min(row, rows - 1)", "min(row, rows)"),
+    Mutant("skinny: a step too many of K", SKINNY, "16 * member >= p.k) continue", "16 * member > p.k) continue"),
+    Mutant("one tile: no wait for loads", ONE_TILE, "      Full::wait(&smem.full[stage], phase);\n"),
+    Mutant(
+        "one tile: a stage released while it is multiplied",
+        ONE_TILE,
+        "if (before >= 0 && i - 1 + kStages < end) release(before);",
+        "if (i + kStages < end) release(stage);",
+    ),
+    Mutant("one tile: no wait for products", ONE_TILE, "warpgroup_wait<1>();", "warpgroup_wait<7>();"),
+    Mutant("one tile: sums used before the last wait", ONE_TILE, "    warpgroup_wait<0>();\n"),
+    Mutant(
+        "one tile: no barrier before partial sums replace stages",
+        ONE_TILE,
+        "that the whole cluster must be done.\n  __syncthreads();",
+        "that the whole cluster must be done.\n",
+    ),
+    Mutant(
+        "one tile: too few bytes are expected", ONE_TILE, "kShared * rows * kTileK);", "kShared * rows * kTileK / 2);"
+    ),
+    Mutant(
+        "one tile: an arrival too many is expected", ONE_TILE, "kSenders * kMathWarps);", "kSenders * kMathWarps + 1);"
+    ),
+    Mutant("one tile: wrong parity of empty", ONE_TILE, "(turn - 1) & 1", "turn & 1"),
+    Mutant("one tile: no barrier before sums are read", ONE_TILE, "  if constexpr (kSplit == 1) __syncthreads();\n"),
+    Mutant("one tile: split-K sums read before they arrive", ONE_TILE, "    Full::wait(&smem.added, 0);\n"),
+    Mutant(
+        "one tile: rows beyond the matrix are written",
+        ONE_TILE,
+        "min(kShare, min(p.tile_m, p.m - first_m) - first_row)",
+        "min(kShare, p.tile_m - first_row)",
+    ),
+    Mutant("one tile: columns beyond the matrix", ONE_TILE, "|| first_n + column >= p.n) return", ") return"),
+    Mutant(
+        "one tile: cluster not in step before sums are sent",
+        ONE_TILE,
+        "kN * sizeof(Accumulator));\n    sync_cluster();",
+        "kN * sizeof(Accumulator));",
+    ),
+    Mutant(
+        "one tile: no fence of the mbarriers' initialization", ONE_TILE, "      cutlass::arch::fence_barrier_init();\n"
+    ),
+    Mutant("one tile: no fence of wgmma", ONE_TILE, "      warpgroup_arrive();\n"),
+    Mutant("gemm: one value too many of a vector", EPILOGUE, "if (at < end) values", "if (at <= end) values"),
+    Mutant(
+        "gemm: more values stored than shared memory has room for",
+        EPILOGUE,
+        "if (Threads * i + thread < To::kSize) to",
+        "if (Threads * i + thread <= To::kSize) to",
+    ),
+    Mutant(
+        "gemm: no barrier before vectors are read",
+        EPILOGUE,
+        "sync_needed() const { return !ByLoadWarp;",
+        "sync_needed() const { return false;",
+    ),
+    Mutant("gemm: one slot for the vectors of two tiles", EPILOGUE, "kSlots = ByLoadWarp ? 2 : 1", "kSlots = 1"),
+]
+
+
+def copy_sources():
+    """Brings the copy up to date; what has not changed keeps its time."""
+    parts = ["cuda", "jax_qmm", "tests", "build_backend", "*.toml", "CMakeLists.txt"]
+    command = ["git", "ls-files", "-co", "--exclude-standard", *parts]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():  # and not deleted
+            own = KERNELS.encode() if name == "tests/emulator/kernels.txt" else None
+            write(COPY / name, own or (ROOT / name).read_bytes())
+
+
+def write(path, content):
+    if not path.exists() or path.read_bytes() != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def run_tests(family):
+    """What notices: the kinds of reports, or "values" or "crash" without one; empty if the tests pass."""
+    command = [sys.executable, "-m", "pytest", "--emulator", "-q", "-p", "no:cacheprovider", *TESTS[family]]
+    done = subprocess.run(command, cwd=COPY, capture_output=True, text=True, env=os.environ | {"EMU_SEED": "0"})
+    kinds = sorted(set(re.findall(r"\[emu\] (\w+)", done.stdout)))
+    if not kinds and done.returncode < 0:
+        kinds = ["crash"]
+    if not kinds and done.returncode == 1 and "AssertionError" in done.stdout:
+        kinds = ["values"]
+    if bool(kinds) != bool(done.returncode):
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
+    return kinds
+
+
+def main(words):
+    chosen = [mutant for mutant in MUTANTS if all(word in mutant.name for word in words)]
+    folder = COPY / "build" / "emulator"
+    copy_sources()
+    build(COPY, folder)
+    unexpected = 0
+    for family in dict.fromkeys(mutant.family for mutant in chosen):
+        kinds = run_tests(family)
+        unexpected += bool(kinds)
+        print(f"{family}: unchanged | {', '.join(kinds) or 'passes'}", flush=True)
+        for mutant in chosen:
+            if mutant.family != family:
+                continue
+            path = COPY / "cuda" / mutant.file
+            text = path.read_text()
+            if text.count(mutant.old) != 1:
+                raise SystemExit(f"{mutant.file} has {text.count(mutant.old)} times, not once: {mutant.old!r}")
+            path.write_text(text.replace(mutant.old, mutant.new))
+            try:
+                build(COPY, folder)
+                kinds = run_tests(family)
+            finally:
+                path.write_text(text)
+            unexpected += mutant.noticed != bool(kinds)
+            print(f"{mutant.name} | {', '.join(kinds) or 'not noticed'}", flush=True)
+        build(COPY, folder)
+    return 1 if unexpected else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+// What the handler of scaled_mm makes of XLA's buffers, with stand-ins for the kernels.
+#include "ffi/scaled_mm.cc"
+
+#include <vector>
+
+#include "check.h"
+
+using namespace jax_qmm;
+
+// The kernels: a choice of instance 1 does not suit the addresses of an operand at `kElsewhere`.
+
+ScaledMm launched{};
+ScaledMmChoice launched_choice{};
+char* const kSomewhere = reinterpret_cast<char*>(1 << 20);
+char* const kElsewhere = kSomewhere + 1;
+
+namespace jax_qmm {
+ScaledMmChoice select_scaled_mm(ScaledMm const&, Gpu const&) { return {7, 8}; }
+bool suits_alignment(ScaledMm const& p, ScaledMmChoice choice) { return choice.instance != 1 || p.a != kElsewhere; }
+std::string describe_scaled_mm(ScaledMmChoice) { return ""; }
+cudaError_t prepare_scaled_mm() { return cudaSuccess; }
+cudaError_t launch_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice, Gpu const&, Submit const&) {
+  launched = problem;
+  launched_choice = choice;
+  return cudaSuccess;
+}
+cudaError_t current_gpu(Gpu const*& gpu) {
+  static Gpu const h200{"NVIDIA H200", 132, 90};
+  gpu = &h200;
+  return cudaSuccess;
+}
+ffi::Error begin_call() { return ffi::Error::Success(); }
+AddTarget::AddTarget(Target) {}
+}  // namespace jax_qmm
+
+std::optional<Destination> ffi::CtxDecoding<OnStream>::Decode(XLA_FFI_Api const*, XLA_FFI_ExecutionContext*,
+                                                              ffi::DiagnosticEngine&) {
+  return std::nullopt;
+}
+std::optional<Destination> ffi::CtxDecoding<InGraph>::Decode(XLA_FFI_Api const*, XLA_FFI_ExecutionContext*,
+                                                             ffi::DiagnosticEngine&) {
+  return std::nullopt;
+}
+char const* cudaGetErrorString(cudaError_t) { return "a CUDA error"; }
+
+// XLA's buffers
+
+int constexpr kBatch = 2, kM = 3, kN = 16, kK = 32;
+
+struct Buffer {
+  XLA_FFI_DataType dtype;
+  std::vector<int64_t> dims;
+  void* data = kSomewhere;
+
+  XLA_FFI_Buffer xla() { return {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype, data, int64_t(dims.size()), dims.data()}; }
+};
+
+// Calls the handler for int8 operands, where the graph of the call has the kernel `kept`.
+ffi::Error call(std::vector<Buffer> vectors, std::string const& names, Buffer a = {XLA_FFI_DataType_S8, {1, kM, kK}},
+                Chosen kept = std::nullopt) {
+  Buffer b{XLA_FFI_DataType_S8, {kBatch, kN, kK}}, out{XLA_FFI_DataType_BF16, {kBatch, kM, kN}};
+  XLA_FFI_Buffer xla_a = a.xla(), xla_b = b.xla(), xla_out = out.xla();
+  std::vector<XLA_FFI_Buffer> buffers;
+  for (Buffer& vector : vectors) buffers.push_back(vector.xla());
+  std::vector<void*> pointers;
+  for (XLA_FFI_Buffer& buffer : buffers) pointers.push_back(&buffer);
+  std::vector<XLA_FFI_ArgType> types(buffers.size(), XLA_FFI_ArgType_BUFFER);
+  XLA_FFI_Args args{XLA_FFI_Args_STRUCT_SIZE, nullptr, int64_t(buffers.size()), types.data(), pointers.data()};
+  Destination const destination = [&](auto const& submit_all) {
+    Chosen chosen = kept;
+    return submit_all([](Launch const&) { return cudaSuccess; }, chosen);
+  };
+  return scaled_mm(destination, ffi::AnyBuffer(&xla_a), ffi::AnyBuffer(&xla_b), ffi::RemainingArgs(&args, 0),
+                   ffi::Result<ffi::AnyBuffer>(ffi::AnyBuffer(&xla_out)), names, false);
+}
+
+Buffer floats(int64_t rows, int64_t values) { return {XLA_FFI_DataType_F32, {rows, values}}; }
+Buffer ints(int64_t rows, int64_t values) { return {XLA_FFI_DataType_S32, {rows, values}}; }
+
+bool has(Vector const& vector, DType dtype, int64_t stride, int64_t batch_stride) {
+  return vector.data == kSomewhere && vector.dtype == dtype && vector.stride == stride &&
+         vector.batch_stride == batch_stride;
+}
+
+bool refused(ffi::Error const& error, char const* why) { return error.message().find(why) != std::string::npos; }
+
+void vectors_go_where_their_names_say() {
+  CHECK(call({ints(1, kN), floats(1, 1), floats(kBatch, kM), ints(1, 1), {XLA_FFI_DataType_BF16, {1, kN}}},
+             "azp_adj scale_b scale_a azp bias")
+            .success());
+  CHECK(launched.m == kM && launched.n == kN && launched.k == kK && launched.batch == kBatch);
+  CHECK(launched.a_batch_stride == 0 && launched.b_batch_stride == kN * kK);
+  CHECK(has(launched.scale_a, DType::kF32, 1, kM) && has(launched.scale_b, DType::kF32, 0, 0));
+  CHECK(has(launched.azp_adj, DType::kS32, 1, 0) && has(launched.azp, DType::kS32, 0, 0));
+  CHECK(has(launched.bias, DType::kBF16, 1, 0));
+}
+
+void other_vectors_are_refused() {
+  CHECK(refused(call({floats(1, 1)}, "shift"), "\"shift\""));
+  CHECK(refused(call({floats(1, 1), floats(1, 1)}, "scale_a"), "operand 1"));
+  CHECK(refused(call({floats(1, 1)}, "scale_a scale_b"), "more names"));
+  CHECK(refused(call({ints(1, 1)}, "scale_a"), "scale_a has XLA's dtype"));
+  CHECK(refused(call({floats(1, 1)}, "azp"), "azp has XLA's dtype"));
+  CHECK(refused(call({floats(1, kN)}, "scale_a"), "scale_a has shape (1, 16); it needs 1 or 2 rows of 1 or 3 values"));
+  CHECK(refused(call({floats(3, 1)}, "bias"), "bias has shape (3, 1)"));
+}
+
+void a_graph_keeps_its_kernel_where_that_suits() {
+  CHECK(call({}, "").success() && launched_choice == (ScaledMmChoice{7, 8}));
+  Buffer a{XLA_FFI_DataType_S8, {1, kM, kK}};
+  CHECK(call({}, "", a, std::pair(1, 4)).success() && launched_choice == (ScaledMmChoice{1, 4}));
+  a.data = kElsewhere;
+  CHECK(call({}, "", a, std::pair(1, 4)).success() && launched_choice == (ScaledMmChoice{7, 8}));
+  CHECK(call({}, "", a, std::pair(-1, 1)).success() && launched_choice == (ScaledMmChoice{-1, 1}));
+}
+
+int main(int, char** arguments) {
+  run_case(arguments, {
+                          CASE(vectors_go_where_their_names_say),
+                          CASE(other_vectors_are_refused),
+                          CASE(a_graph_keeps_its_kernel_where_that_suits),
+                      });
+}

@@ -1,0 +1,12 @@
+"""Devices and drivers that the kernels do not run on."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def device(build_cases):
+    return build_cases("device", "ffi/device.cc", archs='"80", "90a"')
+
+
+def test_device(device, case):
+    device(case)

@@ -1,0 +1,175 @@
+"""`python -m jax_qmm selftest`: on a stand-in for the extension whose kernels are the reference, and on the GPU."""
+
+import contextlib
+import os
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_qmm
+from jax_qmm import __main__ as command_line, _extension, selftest
+from jax_qmm.selftest import Result
+
+GPU = types.SimpleNamespace(device_kind="NVIDIA H200", prepare=lambda: None)
+KERNELS = ["generic", "wide", "narrow"]
+
+
+class Extension:
+    """Three kernels, of which one alone serves rows that are not aligned."""
+
+    def __init__(self):
+        self.forced = {}  # kernel by (M, N, K, dtype)
+
+        def problem(m, n, k, batch, dtype, out_dtype, fast_accum):
+            choices = [(i, 1) for i in range(len(KERNELS) if k % 16 == 0 else 1)]
+            tune = lambda choice, gpu: self.forced.update({(m, n, k, dtype): self.describe_scaled_mm(choice)})
+            return types.SimpleNamespace(choices=lambda gpu: choices, tune=tune)
+
+        self.ScaledMmProblem = problem
+
+    def describe_scaled_mm(self, choice):
+        return KERNELS[choice[0]]
+
+    def clear_scaled_mm_tuning(self):
+        pass
+
+
+@pytest.fixture
+def extension(monkeypatch):
+    """The stand-in, and a few small inputs."""
+    monkeypatch.setattr(selftest, "PRODUCTS", ((17, 48), (3, 75)))
+    monkeypatch.setattr(selftest, "ARRAYS", ((2, 40),))
+    monkeypatch.setattr(selftest, "FLOATS", ("float32",))
+    return Extension()
+
+
+@pytest.fixture
+def main(extension, monkeypatch):
+    """Runs the command where the stand-in's kernels fit the GPU."""
+    monkeypatch.setattr(_extension, "_load", lambda: (extension, None))
+    monkeypatch.setattr(_extension, "_gpus", lambda: [GPU])
+    monkeypatch.setattr(_extension, "fallback_reason", lambda platform, devices=(): None)
+    monkeypatch.setattr(_extension, "gpu", lambda: GPU)
+    monkeypatch.setattr(jax, "default_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setenv("JAX_QMM_STRICT", "0")  # the command sets it
+    return lambda: command_line.main(["selftest"])
+
+
+def spoil(monkeypatch, extension, kernel, by):
+    """Adds `by` to one element of what this kernel gives."""
+    for name in ("scaled_mm", "scaled_mm_azp_per_token"):
+        op = getattr(jax_qmm, name)
+
+        def spoiled(a, b, *args, op=op, **kwargs):
+            out = op(a, b, *args, **kwargs)
+            forced = extension.forced[a.shape[0], b.shape[0], a.shape[1], a.dtype.name]
+            return out.at[-1, -1].add(by) if forced == kernel else out
+
+        monkeypatch.setattr(jax_qmm, name, spoiled)
+
+
+def test_every_kernel_runs_in_every_way(extension):
+    results, failures = selftest.run(extension, GPU)
+    assert failures == [] and not any(result.wrong for result in results)
+    products = [result for result in results if result.op.startswith("scaled_mm")]
+    assert len(products) == len(selftest.KINDS) * (3 + 1) and {result.kernel for result in products} == {*KERNELS}
+    assert len(results) - len(products) == 3 * 3  # qtypes and scales
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_wrong_kernel_is_found(extension, monkeypatch, kernel):
+    monkeypatch.setattr(selftest, "ARRAYS", ())
+    spoil(monkeypatch, extension, kernel, by=2**20)  # far more than what fp8 sums of 48 terms may be off
+    results, _ = selftest.run(extension, GPU)
+    wrong = [result for result in results if result.wrong]
+    assert {result.kernel for result in wrong} == {kernel} and {result.wrong for result in wrong} == {1}
+    assert {result.op for result in wrong} == {result.op for result in results if "scaled_mm" in result.op}
+
+
+def test_fp8_may_differ_as_tensor_cores_do_and_int8_not_at_all(extension, monkeypatch):
+    monkeypatch.setattr(selftest, "KINDS", (("int8", "float32", False), ("float8_e4m3fn", "float32", True)))
+    monkeypatch.setattr(selftest, "ARRAYS", ())
+    spoil(monkeypatch, extension, "generic", by=2.0**-8)
+    results, _ = selftest.run(extension, GPU)
+    assert {result.op for result in results if result.wrong} == {"scaled_mm, int8 to float32"}
+
+
+def test_a_wrong_quantizer_is_found(extension, monkeypatch):
+    monkeypatch.setattr(selftest, "KINDS", ())
+    quantize = jax_qmm.quantize
+
+    def spoiled(x, qtype, **options):
+        q = quantize(x, qtype, **options)
+        if qtype == jnp.int8 and options.get("axis") == (1,):
+            q = types.SimpleNamespace(qvalue=q.qvalue.at[1, 7].add(1), scale=q.scale, zero_point=q.zero_point)
+        return q
+
+    monkeypatch.setattr(jax_qmm, "quantize", spoiled)
+    results, _ = selftest.run(extension, GPU)
+    wrong = [result for result in results if result.wrong]
+    assert {result.kernel for result in wrong} == {"dynamic per row"} and len(wrong) == 2
+    assert all(result.shape == "(2, 40)" and "to int8" in result.op for result in wrong)
+
+
+def test_what_cannot_run_is_named_and_the_rest_goes_on(extension, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("CUDA error\nand much more")
+
+    monkeypatch.setattr(jax_qmm, "scaled_mm", fail)  # int8 with zero points goes another way
+    results, failures = selftest.run(extension, GPU)
+    assert len(failures) == 4 * 2 and failures[0] == "scaled_mm int8 int32 False, M 17, K 48 failed: CUDA error"
+    assert {"scaled_mm, int8 to bfloat16", "quantize, float32 to int8"} <= {result.op for result in results}
+
+
+def test_the_command_passes_where_all_is_right(main, monkeypatch, capsys):
+    def run(kernels, gpu):
+        assert os.environ["JAX_QMM_STRICT"] == "1"  # nothing shall pass by the reference
+        return [Result("scaled_mm, int8 to bfloat16", "wide", "M 1", 0)], []
+
+    monkeypatch.setattr(selftest, "run", run)
+    assert main() == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"jax_qmm {jax_qmm.__version__} on NVIDIA H200, jax ")
+    assert "scaled_mm, int8 to bfloat16" in out and "Every kernel agrees with the reference" in out
+
+
+@pytest.mark.parametrize(
+    ("results", "failures", "said"),
+    [
+        ([Result("scaled_mm", "wide", "M 1", 3)], [], "scaled_mm, M 1: 3 elements of the result are wrong: wide"),
+        ([Result("scaled_mm", "wide", "M 1", 0)], ["quantize failed: CUDA error"], "quantize failed: CUDA error"),
+        ([], [], ""),
+    ],
+)
+def test_the_command_fails_where_something_is_wrong_or_nothing_ran(main, monkeypatch, results, failures, said, capsys):
+    monkeypatch.setattr(selftest, "run", lambda kernels, gpu: (results, failures))
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 1
+    out = capsys.readouterr().out
+    assert said in out and "Every kernel agrees" not in out
+
+
+def test_without_a_gpu_the_command_says_what_it_would_do(monkeypatch, capsys):
+    monkeypatch.setattr(_extension, "_gpus", lambda: [])
+    with pytest.raises(SystemExit) as exit:
+        command_line.main(["selftest"])
+    assert exit.value.code == 2
+    err = capsys.readouterr().err
+    assert "runs each of the build's kernels on the GPU" in err and "JAX sees no NVIDIA GPU here" in err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", selftest.KINDS, ids=str)
+def test_the_kernels_pass_scaled_mm(kind):
+    kernels, _ = _extension._load()
+    results = [*selftest.check_scaled_mm(kernels, _extension.gpu(), kind, 17, 272)]
+    kernels.clear_scaled_mm_tuning()
+    assert len(results) > 1 and [result for result in results if result.wrong] == []
+
+
+@pytest.mark.gpu
+def test_the_kernels_pass_quantize():
+    assert [result for result in selftest.check_quantize(3, 1000) if result.wrong] == []
