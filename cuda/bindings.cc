@@ -196,6 +196,9 @@ NB_MODULE(_kernels, m) {
   m.def(
       "runtime", [] { return JAX_QMM_RUNTIME; },
       "JAX_QMM_CUDA_RUNTIME of the build: static, or emulator, whose kernels run on the CPU.");
+#ifdef JAX_QMM_EMULATOR
+  m.def("calls_with_reports", [] { return calls_with_reports.load(); }, "How many calls the emulator reported on.");
+#endif
   m.def(
       "architectures", [] { return std::vector<std::string>{JAX_QMM_ARCHS}; }, "GPU architectures with kernels here.");
   bind_gpu(m);

@@ -89,6 +89,15 @@ def device(request):
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_unseen_report(request):
+    """Fails a test that the emulator reported on, also where the test never asked for the result that has the error."""
+    count = _extension._load()[0].calls_with_reports if request.config.getoption("--emulator") else lambda: 0
+    before = count()
+    yield
+    assert count() == before, "the emulator's reports are in the output above"
+
+
 @pytest.fixture
 def emulated(request):
     """Whether the kernels run on the emulator: for tests that take smaller sizes there."""

@@ -33,9 +33,11 @@ def make_environment(folder: Path) -> None:
 
 def build(source: Path = ROOT, folder: Path = BUILD) -> None:
     """Builds the sources in `source`, with the environment in `BUILD`, into `folder`."""
-    tools = BUILD / "venv" / "bin"
-    if not (tools / "ninja").exists():
+    tools, backend = BUILD / "venv" / "bin", ROOT / "build_backend" / "jax_qmm_build.py"
+    made_for = BUILD / "venv" / backend.name  # which names the requirements
+    if not made_for.exists() or made_for.read_bytes() != backend.read_bytes():
         make_environment(BUILD / "venv")
+        made_for.write_bytes(backend.read_bytes())
     if not (folder / "build.ninja").exists():
         definitions = {
             "CMAKE_MAKE_PROGRAM": tools / "ninja",

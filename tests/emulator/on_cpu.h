@@ -1,8 +1,12 @@
-// Handlers of kernels on the emulator as XLA's CPU client calls them: there is no stream, and the emulator must be told
-// of XLA's buffers.
+// Handlers of kernels on the emulator as XLA's CPU client calls them: there is no stream, and the kernels run on copies
+// of XLA's buffers in memory of the emulator.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -14,12 +18,28 @@
 
 namespace jax_qmm {
 
-inline void register_buffer(void* of_xla) {
-  auto const* const buffer = static_cast<XLA_FFI_Buffer const*>(of_xla);
-  size_t bytes = xla::ffi::ByteWidth(static_cast<xla::ffi::DataType>(buffer->dtype));
-  for (int64_t i = 0; i < buffer->rank; ++i) bytes *= buffer->dims[i];
-  emuRegister(buffer->data, bytes);
-}
+// Calls that ended with reports. XLA drops the error of a call whose result nobody asks for.
+inline std::atomic<int> calls_with_reports{0};
+
+// A buffer of XLA's, copied: XLA's own lie side by side, where an access beyond one would be an access to the next.
+class Copy {
+ public:
+  explicit Copy(void* of_xla) : xla_(*static_cast<XLA_FFI_Buffer const*>(of_xla)), copy_(xla_) {
+    bytes_ = xla::ffi::ByteWidth(static_cast<xla::ffi::DataType>(xla_.dtype));
+    for (int64_t i = 0; i < xla_.rank; ++i) bytes_ *= xla_.dims[i];
+    if (cudaMalloc(&copy_.data, bytes_) != cudaSuccess) throw std::bad_alloc();
+  }
+  ~Copy() { cudaFree(copy_.data); }
+  Copy(Copy const&) = delete;
+
+  void fill() { cudaMemcpy(copy_.data, xla_.data, bytes_, cudaMemcpyDefault); }
+  void give_back() { cudaMemcpy(xla_.data, copy_.data, bytes_, cudaMemcpyDefault); }
+  void* get() { return &copy_; }
+
+ private:
+  XLA_FFI_Buffer xla_, copy_;
+  size_t bytes_;
+};
 
 // The handler of target `i` for the CPU. XLA's CPU client has no stage initialize, so it comes first here.
 template <size_t i>
@@ -37,15 +57,27 @@ XLA_FFI_Error* on_cpu(XLA_FFI_CallFrame* frame) {
   initialize.args.struct_size = XLA_FFI_Args_STRUCT_SIZE;
   initialize.rets.struct_size = XLA_FFI_Rets_STRUCT_SIZE;
   initialize.attrs.struct_size = XLA_FFI_Attrs_STRUCT_SIZE;
-  if (XLA_FFI_Error* error = target.initialize(&initialize)) return error;
+  XLA_FFI_Error* error = target.initialize(&initialize);
 
-  XLA_FFI_CallFrame execute = *frame;
-  execute.api = &api;
-  for (int64_t j = 0; j < frame->args.size; ++j) register_buffer(frame->args.args[j]);
-  for (int64_t j = 0; j < frame->rets.size; ++j) register_buffer(frame->rets.rets[j]);
-  XLA_FFI_Error* error = target.execute(&execute);
-  emuForget();
+  if (error == nullptr) {
+    std::vector<std::unique_ptr<Copy>> operands, results;
+    std::vector<void*> args, rets;
+    for (int64_t j = 0; j < frame->args.size; ++j) {
+      args.push_back(operands.emplace_back(std::make_unique<Copy>(frame->args.args[j]))->get());
+      operands.back()->fill();
+    }
+    for (int64_t j = 0; j < frame->rets.size; ++j) {
+      rets.push_back(results.emplace_back(std::make_unique<Copy>(frame->rets.rets[j]))->get());
+    }
+    XLA_FFI_CallFrame execute = *frame;
+    execute.api = &api;
+    execute.args.args = args.data();
+    execute.rets.rets = rets.data();
+    error = target.execute(&execute);
+    for (auto& result : results) result->give_back();
+  }
   if (std::string const reports = emuReports(); !reports.empty()) {
+    ++calls_with_reports;
     if (error != nullptr) xla::ffi::internal::DestroyError(&api, error);
     XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, reports.c_str(),
                                    XLA_FFI_Error_Code_INTERNAL};

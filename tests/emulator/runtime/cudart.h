@@ -33,7 +33,6 @@ struct State {
   std::map<void const*, std::pair<Fatbin*, std::string>> variables;
   std::vector<std::unique_ptr<Module>> modules;
   std::map<void*, std::pair<void*, size_t>> allocations;  // what malloc gave, and the size
-  std::map<void const*, std::pair<int, size_t>> foreign;  // memory of others: how many calls use it now, and its size
   cudaError_t last = cudaSuccess;
   std::vector<std::string> stats;
   uint64_t total_lane_instructions = 0;

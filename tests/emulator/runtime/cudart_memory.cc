@@ -2,13 +2,10 @@
 #include <algorithm>
 
 #include "cudart.h"
-#include "cudart_emulator.h"
 
 using namespace emu;
 
 namespace {
-
-thread_local std::vector<void const*> registered;
 
 void* allocate(size_t size) {
   // A gap on both sides, so that what lies beyond is no other allocation.
@@ -136,26 +133,6 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, void const* p) {
   a->type = ours ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
   a->devicePointer = a->hostPointer = const_cast<void*>(p);
   return cudaSuccess;
-}
-
-void emuRegister(void const* p, size_t size) {
-  if (size == 0) return;
-  std::lock_guard lock(state().mutex);
-  auto& [users, bytes] = state().foreign[p];
-  ++users;
-  bytes = std::max(bytes, size);
-  Heap::get().add(p, bytes);
-  registered.push_back(p);
-}
-void emuForget() {
-  std::lock_guard lock(state().mutex);
-  for (void const* p : registered) {
-    auto const found = state().foreign.find(p);
-    if (--found->second.first > 0) continue;
-    state().foreign.erase(found);
-    Heap::get().remove(p);
-  }
-  registered.clear();
 }
 
 }  // extern "C"

@@ -13,6 +13,7 @@ Heap& Heap::get() {
 void Heap::add(void const* p, size_t size, bool freed) {
   std::unique_lock lock(mutex_);
   auto const begin = reinterpret_cast<uint64_t>(p);
+  if (!freed) freed_.erase(freed_.lower_bound(begin), freed_.lower_bound(begin + size));
   (freed ? freed_ : ranges_)[begin] = begin + size;
 }
 

@@ -100,7 +100,10 @@ void Launch::deadlock(std::vector<Cluster*> const& clusters, char const* kind) {
     }
   }
   failed = true;
-  reports[{kind, 0}] = {kind, out.str()};
+  {
+    std::lock_guard lock(mutex);
+    reports[{kind, 0}] = {kind, out.str()};
+  }
   say(out.str());
   throw Stop(kind);
 }
