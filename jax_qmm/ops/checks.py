@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jax_qmm.dtypes import INT32, QTYPES, SCALE_DTYPES
 
@@ -24,23 +25,27 @@ def array(name, x, dtypes):
 
 def asarray(name, x):
     """`x` as a JAX array; lists too."""
-    x = _narrow(name, x)
-    try:
-        return jnp.asarray(x)
-    except OverflowError:
-        raise ValueError(f"{name} is {x}, which is out of range") from None
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is a {type(x).__name__}, needs an array") from None
+    return _converted(name, _narrow(name, x), jnp.asarray)
 
 
 def int32(name, x):
-    """Integers as a JAX array of int32."""
-    if isinstance(x, int) and not isinstance(x, bool):
-        x = np.asarray(x)
+    """Integers as a JAX array of int32, which must hold them. Wider ones that are traced can't be seen: they wrap."""
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
+    if isinstance(x, (int, list, tuple, jax.Array)) and getattr(x, "dtype", None) != INT32 and not traced:
+        x = _converted(name, x, np.asarray)
     x = asarray(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}, needs an integer dtype")
     return x.astype(jnp.int32)
+
+
+def _converted(name, x, convert):
+    try:
+        return convert(x)
+    except OverflowError:
+        raise ValueError(f"{name} is {x}, which is out of range") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is a {type(x).__name__}, needs an array") from None
 
 
 def _narrow(name, x):

@@ -73,6 +73,22 @@ def test_numpys_default_dtypes_are_taken_as_jaxs(x64):
         assert got.dtype == jnp.float32
 
 
+@pytest.mark.parametrize(
+    "x64, make",
+    [
+        *[(x64, make) for x64 in (False, True) for make in (list, np.asarray, lambda x: jnp.asarray(np.uint32(x)))],
+        (True, jnp.asarray),
+    ],
+)
+def test_no_zero_point_wraps_around(x64, make):
+    with jax.enable_x64(x64):
+        assert jax_qmm.quantize(X, scale=1.0, zero_point=make([5])).zero_point.tolist() == [[5], [5]]
+        with pytest.raises(ValueError, match=r"zero_point is \[2147483648\], which is out of range of int32"):
+            jax_qmm.quantize(X, scale=1.0, zero_point=make([2**31]))
+        with pytest.raises(ValueError, match="out of range of int32"):  # a constant of a program too
+            jax.jit(lambda x, z=make([2**31]): jax_qmm.quantize(x, scale=1.0, zero_point=z))(X)
+
+
 def test_einsum_takes_optimize_as_in_jnp():
     want = jnp.einsum("ij,kj,kl", X, X, X, optimize="optimal")
     np.testing.assert_array_equal(jax_qmm.einsum("ij,kj,kl", X, X, X, optimize="optimal"), want)
