@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_qmm import _compat
 from jax_qmm.dtypes import SCALE_DTYPES
-from jax_qmm.ops import checks, dequantized_dot, dispatch, quantized_dot
+from jax_qmm.ops import checks, dequantized_dot, quantized_dot
 from jax_qmm.ops.fake_quantize import straight_through
 from jax_qmm.ops.product import Product
 from jax_qmm.qarray import QArray
@@ -44,7 +44,6 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
         bias = _check_bias(bias, tuple(sizes[label] for label in product.out), product.out_dtype)
     sides = [_repeated(x, own, product.contracted, sizes) for x, own in zip(sides, (product.lhs, product.rhs))]
     if why := _why_dequantized(product, *sides):
-        dispatch.note_fallback("dot_general", dequantized_dot.REASONS[why])
         product = dataclasses.replace(product, dequantize=why)
     return _product(product, *sides, bias, static)
 

@@ -1,5 +1,4 @@
 import functools
-import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,8 +10,6 @@ import pytest
 
 import jax_qmm
 from jax_qmm import W8A8, QArray
-from jax_qmm.ops import dispatch
-from jax_qmm.ops.dequantized_dot import REASONS, dequantized_reason
 
 E4M3 = jnp.dtype(ml_dtypes.float8_e4m3fn)
 SCHEMES = {
@@ -308,40 +305,6 @@ def test_bias_broadcasts_and_is_added_before_the_rounding(shape):
     # side.
     np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=2.0**-7)
     assert (got != want).mean() < 0.02
-
-
-# Dequantized products
-
-
-@pytest.mark.parametrize(
-    "reason, make",
-    {
-        "no_contraction": lambda: ("k,n->kn", jax_qmm.quantize(normal(8)), normal(5)),
-        "two_dtypes": lambda: ("mk,kn->mn", jax_qmm.quantize(normal(5, 8)), stored(normal(8, 6), (0,), qtype=E4M3)),
-        "blocks": lambda: ("mk,nk->mn", normal(5, 8), jax_qmm.quantize(normal(6, 8), tile_size=4)),
-        "scales_along_contraction": lambda: ("mk,kn->mn", normal(5, 8), jax_qmm.quantize(normal(8, 6), axis=1)),
-        "two_zero_points": lambda: ("mk,nk->mn", *(jax_qmm.quantize(normal(n, 8), symmetric=False) for n in (5, 6))),
-    }.items(),
-    ids=REASONS,
-)
-def test_what_the_kernels_cannot_do_is_dequantized_and_says_so(reason, make, monkeypatch):
-    equation, *operands = make()
-    call = functools.partial(jax_qmm.einsum, equation)
-    dense = [x.dequantize() if isinstance(x, QArray) else x for x in operands]
-    dispatch._noted.clear()
-    with pytest.warns(UserWarning, match=f"jax_qmm.dot_general runs on .*{REASONS[reason]}"):
-        jaxpr = jax.make_jaxpr(call)(*operands)
-    names = re.findall(r"name=(jax_qmm_\w+)", str(jaxpr))
-    assert [dequantized_reason(name) for name in names] == [REASONS[reason]]
-    np.testing.assert_allclose(call(*operands), jnp.einsum(equation, *dense), rtol=1e-6, atol=1e-6)
-    for i, x in enumerate(operands):
-        if not isinstance(x, QArray):
-            loss = lambda f, ops: lambda x: f(equation, *ops[:i], x, *ops[i + 1 :]).sum()
-            got, want = jax.grad(loss(jax_qmm.einsum, operands))(x), jax.grad(loss(jnp.einsum, dense))(x)
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    monkeypatch.setenv("JAX_QMM_STRICT", "1")
-    with pytest.raises(RuntimeError, match=REASONS[reason]):
-        call(*operands)
 
 
 def test_one_zero_point_is_enough_for_the_kernel_on_either_side():
