@@ -314,13 +314,20 @@ def _groups(old, new):
 
     >>> _groups((6, 4, 5), (2, 3, 20))
     [((0,), (0, 1)), ((1, 2), (2,))]
+    >>> _groups((0, 4), (7, 0))  # of no values: all at once, where the sizes don't tell
+    [((0, 1), (0, 1))]
     """
     groups, i, j = [], 0, 0
     while i < len(old):
         ends = ((p, q) for p in range(i + 1, len(old) + 1) for q in range(j, len(new) + 1))
-        p, q = next((p, q) for p, q in ends if math.prod(old[i:p]) == math.prod(new[j:q]))
+        same = [(p, q) for p, q in ends if math.prod(old[i:p]) == math.prod(new[j:q])]
+        if not same:
+            break
+        p, q = same[0]
         groups.append((tuple(range(i, p)), tuple(range(j, q))))
         i, j = p, q
+    if i < len(old) or math.prod(new[j:]) != 1:
+        return [(tuple(range(len(old))), tuple(range(len(new))))]
     return groups + [((), (axis,)) for axis in range(j, len(new))]
 
 

@@ -99,6 +99,12 @@ def test_survives_tree_map_jit_and_repr(q):
         ((4, 6, 8), (0, 1, 2), (0, 1, 2), (192,)),
         ((6, 8), 1, (1, 0), (8, 1, 6, 1)),
         ((1, 6, 1, 8), 3, (0, 1, 2, 3), (6, 8)),
+        ((0, 8), 1, (0, 1), (0, 2, 4)),
+        ((6, 0), 1, (0, 1), (2, 3, 0)),
+        ((0, 8), (0, 1), (0, 1), (8, 0, 3)),
+        ((8, 0), (0, 1), (0, 1), (0,)),
+        ((0,), 0, (0,), (0, 3)),
+        ((0, 1), 1, (0, 1), (-1,)),
     ],
 )
 def test_reshape_keeps_the_values(shape, axis, view, new):
@@ -116,6 +122,8 @@ def test_reshape_keeps_the_values(shape, axis, view, new):
         (lambda: make((4, 6)).T, (24,)),
         (lambda: make((4, 6, 8), axis=(1, 2)).transpose(0, 2, 1), (4, 48)),
         (lambda: make((4, 6), tile_size=3), (4, 2, 3)),
+        (lambda: make((4, 0)), (0,)),
+        (lambda: make((0, 4)), (4, 0)),
     ],
 )
 def test_a_reshape_that_scales_do_not_follow_is_refused(q, shape):
