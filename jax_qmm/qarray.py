@@ -54,7 +54,7 @@ class QArray:
     [[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]
     """
 
-    __array_ufunc__ = None  # numpy's arrays leave `array @ q` to __rmatmul__
+    __array_ufunc__ = None  # numpy's arrays leave `array @ q` to __rmatmul__, and so on
 
     qvalue: jax.Array
     scale: jax.Array
@@ -216,6 +216,13 @@ class QArray:
         from jax_qmm.ops.dot_general import matmul
 
         return matmul(other, self)
+
+    def _no_arithmetic(self, *others):
+        raise TypeError(f"{self} has no arithmetic but @ and jax_qmm.matmul: compute with its .dequantize()")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_arithmetic
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _no_arithmetic
+    __neg__ = __pos__ = __abs__ = _no_arithmetic
 
     def storage_axes(self) -> tuple[int, ...]:
         """For each logical axis the axis of the leaves that holds it."""

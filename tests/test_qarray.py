@@ -1,3 +1,5 @@
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,6 +149,27 @@ def test_the_operator_is_matmul():
     np.testing.assert_array_equal(jnp.asarray(x) @ q, jax_qmm.matmul(x, q))
     np.testing.assert_array_equal(q.T @ x.T, jax_qmm.matmul(q.T, x.T))
     np.testing.assert_array_equal(jax.jit(lambda q: q.T @ q)(q), jax_qmm.matmul(q.T, q))
+
+
+ARITHMETIC = operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, pow, divmod
+
+
+@pytest.mark.parametrize("other", [2, np.float32(2), np.ones((6, 4)), jnp.ones((6, 4)), make((6, 4))], ids=type)
+def test_other_arithmetic_is_refused_in_words(other):
+    q = make((4, 6)).T
+    for operation in ARITHMETIC:
+        for pair in ((q, other), (other, q)):
+            with pytest.raises(TypeError, match=r"QArray\(int8\[6,4\].* has no arithmetic but @ .*dequantize"):
+                operation(*pair)
+    for operation in (operator.neg, operator.pos, abs):
+        with pytest.raises(TypeError, match="no arithmetic"):
+            operation(q)
+
+
+def test_a_parameter_refuses_arithmetic_in_words():
+    nnx = pytest.importorskip("flax.nnx")
+    with pytest.raises(TypeError, match="compute with its .dequantize"):
+        nnx.Param(make()) * 2
 
 
 def test_maps_over_a_leading_axis():
