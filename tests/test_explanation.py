@@ -111,6 +111,12 @@ def test_static_quantizers_and_those_without_a_kernel():
     ]
 
 
+def test_one_row_is_quantized_per_row():
+    row = jax.ShapeDtypeStruct((1, 32), jnp.float32)
+    for axis, words in ((-1, "per row"), (None, "per tensor"), (0, "per column")):
+        assert explain(lambda x, axis=axis: quantize(x, axis=axis), row).rows[0].op == f"quantize (dynamic, {words})"
+
+
 def test_dequantized_products_are_named_with_the_reason():
     q = quantize(jnp.ones((16, 32)), axis=0)  # scales along what is contracted
     table = explain(lambda x, q: dot_general(x, q, (((1,), (1,)), ((), ()))), X, q)

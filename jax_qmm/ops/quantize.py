@@ -250,17 +250,18 @@ def _static_kernel(x, *parameters, qtype):
     return [call(x.reshape(layout), *map(as_column, parameters)).reshape(x.shape)]
 
 
-def _describe(kind, x, scale):
-    granularity = "per tensor" if math.prod(scale.shape) == 1 else "per row" if scale.shape[-1] == 1 else "per column"
+def _describe(kind, x, axes):
+    granularity = "per tensor" if len(axes) == x.ndim else "per row" if x.ndim - 1 in axes else "per column"
     return f"quantize ({kind}, {granularity})", [x]
 
 
-def _dynamic_describe(operands, results, **params):
-    return _describe("dynamic", operands[0], results[1])
+def _dynamic_describe(operands, results, *, axes, **params):
+    return _describe("dynamic", *operands, axes)
 
 
 def _static_describe(operands, results, **params):
-    return _describe("static", *operands[:2])
+    x, scale, *_ = operands
+    return _describe("static", x, [axis for axis, size in enumerate(scale.shape) if size == 1])
 
 
 def _choice(operands, results, **params):
