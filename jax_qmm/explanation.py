@@ -31,6 +31,7 @@ class OpRow:
       runs_on: the kernel that is chosen, or "reference: why"; for a transpose what spares it; "XLA" for a float
         product.
       inside: the control flow around it, outermost first ("scan", "while", "cond", "shard_map"); may be "".
+      is_float: whether it is a product that stayed float.
     """
 
     op: str
@@ -39,6 +40,7 @@ class OpRow:
     count: int
     runs_on: str
     inside: str = ""
+    is_float: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +105,10 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
         key = dataclasses.replace(row, count=0)
         counts[key] = counts.get(key, 0) + row.count
     rows = [dataclasses.replace(row, count=count) for row, count in counts.items()]
-    split = (tuple(row for row in rows if (row.runs_on == _FLOAT) == is_float) for is_float in (False, True))
+    split = (tuple(row for row in rows if row.is_float == is_float) for is_float in (False, True))
     return Explanation(*split, "" if _extension.fallback_reason(*where) else _extension.launches())
 
 
-_FLOAT = "XLA"
 _FLOAT_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
@@ -129,8 +130,8 @@ def _walk(jaxpr: Jaxpr, count: int, inside: tuple[str, ...], where: tuple) -> It
         name = eqn.primitive.name
         if described := _describe(eqn, where):
             op, inputs, runs_on = described
-            operands = " x ".join(map(_typed, inputs))
-            yield OpRow(op, operands, _typed(eqn.outvars[0].aval), count, runs_on, " > ".join(inside))
+            types = " x ".join(map(_typed, inputs)), _typed(eqn.outvars[0].aval)
+            yield OpRow(op, *types, count, runs_on, " > ".join(inside), is_float=name in _FLOAT_PRODUCTS)
             continue
         turns = eqn.params["length"] if name == "scan" else 1
         around = (*inside, name) if name in ("scan", "while", "cond", "shard_map") else inside
@@ -162,5 +163,5 @@ def _describe(eqn, where):
     if why := dequantized_reason(str(eqn.params.get("name", ""))):
         return "dequantized dot", avals, f"reference: {why}"
     if eqn.primitive.name in _FLOAT_PRODUCTS and jnp.issubdtype(avals[0].dtype, jnp.floating):
-        return eqn.primitive.name, avals[:2], _FLOAT
+        return eqn.primitive.name, avals[:2], "XLA"
     return None

@@ -202,5 +202,6 @@ def test_products_that_stayed_float_are_listed_apart():
     ]
     lines = str(table).splitlines()
     assert lines[3:5] == ["", "products that stayed float:"] and lines[5].split()[0] == "op" and len(lines) == 10
+    assert {row.is_float for row in table.float_rows} == {True} and {row.is_float for row in table.rows} == {False}
     dequantized = explain(lambda x: matmul(x, quantize(jnp.ones((32, 4)), axis=1)), X)
     assert [row.op for row in dequantized.rows if row.op == "dequantized dot"] and not dequantized.float_rows
