@@ -27,7 +27,7 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
         is then repeated.
       names: how messages call lhs and rhs.
       precision, preferred_element_type, out_sharding: as in `jax.lax.dot_general`.
-      scheme: how to quantize a float operand, or None for the W8A8 of the other's type.
+      scheme: how to quantize a float operand, or None for the W8A8 of the other's type; None for two QArrays.
       bias: float array that broadcasts against the output, or None.
     """
     sides = [x if isinstance(x, QArray) else _check_float(name, x) for name, x in zip(names, (lhs, rhs))]
@@ -70,6 +70,8 @@ def _check_out_dtype(dtype, sides):
 def _check_scheme(scheme, sides):
     """The scheme without its static scale and zero point, and these two; None and two None for two QArrays."""
     if all(isinstance(x, QArray) for x in sides):
+        if scheme is not None:
+            raise ValueError(f"scheme is {scheme!r}, needs to be None: both operands are QArrays already")
         return None, (None, None)
     qtype = next(x.qtype for x in sides if isinstance(x, QArray))
     if scheme is None:

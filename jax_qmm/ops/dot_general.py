@@ -56,7 +56,7 @@ def dot_general(
       preferred_element_type: float32, bfloat16 or float16; by default the result type of the float operand
         and the scale of the QArray.
       out_sharding: sharding of the result, for Explicit meshes.
-      scheme: a `W8A8` for the float operand. By default `W8A8(dtype of the QArray)`.
+      scheme: a `W8A8` for the float operand, if there is one. By default `W8A8(dtype of the QArray)`.
       bias: float array that broadcasts against the result, added before the one rounding to the output dtype,
         or None.
 

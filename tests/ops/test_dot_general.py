@@ -107,7 +107,8 @@ def test_einsum_is_the_exact_product_of_what_the_operands_quantize_to(problem):
         for (x, order), axis in zip(operands, axes)
     ]
     given = [x if order is None else q for (x, order), q in zip(operands, quantized)]
-    got = jax.jit(functools.partial(jax_qmm.einsum, equation, scheme=scheme))(*given)
+    options = {} if all(isinstance(x, QArray) for x in given) else {"scheme": scheme}
+    got = jax.jit(functools.partial(jax_qmm.einsum, equation, **options))(*given)
     want = np.einsum(equation, *map(exact, quantized))
     if name == "fp8":  # float32 sums of 16 terms at most
         bound = 2.0**-20 * np.einsum(equation, *(np.abs(exact(q)) for q in quantized))
@@ -342,6 +343,11 @@ W = jax_qmm.quantize(np.ones((6, 8), np.float32)).T
             lambda: jax_qmm.matmul(normal(2, 8), W, scheme=W8A8(E4M3)),
             ValueError,
             "scheme has dtype float8_e4m3fn, needs",
+        ),
+        (
+            lambda: jax_qmm.matmul(W.T, W, scheme=W8A8()),
+            ValueError,
+            r"scheme is W8A8\(int8, per_token\), needs to be None: both operands are QArrays",
         ),
         (
             lambda: jax_qmm.matmul(normal(2, 8), W, bias=np.ones(5, np.float32)),
