@@ -70,12 +70,17 @@ class QuantizedBox(meta.AxisMetadata):
     >>> from flax import linen as nn
     >>> kernel = QuantizedKernel(W8A8().quantize_weight(jnp.ones((3, 4)), (-2,)), W8A8(), jnp.float32)
     >>> box = QuantizedBox(kernel, nn.Partitioned(None, (None, "model")))
+    >>> box
+    QuantizedBox(QArray(int8[3,4], scale=float32[1,4], stored=[4,3]), names=(None, 'model'))
     >>> tuple(nn.get_partition_spec(box).unbox().qvalue)  # stored as (4, 3)
     ('model', None)
     """
 
     def __init__(self, value: Any, box: meta.AxisMetadata):
         self.value, self.box = value, box.replace_boxed(0)
+
+    def __repr__(self):
+        return f"QuantizedBox({self.value!r}, names={getattr(self.box, 'names', None)})"
 
     def unbox(self) -> Any:
         return self.value

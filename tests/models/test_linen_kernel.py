@@ -102,6 +102,13 @@ def test_sharding_metadata_reaches_the_arrays_of_a_quantized_kernel():
     assert jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
 
 
+def test_a_box_shows_its_kernel_and_names():
+    kernel = qlinen.QuantizedKernel(W8A8().quantize_weight(data(8, 4), (-2,)), W8A8(), jnp.float32)
+    box = qlinen.QuantizedBox(kernel, nn.LogicallyPartitioned(None, ("in", "out")))
+    assert repr(box) == "QuantizedBox(QArray(int8[8,4], scale=float32[1,4], stored=[4,8]), names=('in', 'out'))"
+    assert repr(qlinen.QuantizedBox(kernel, qlinen.QuantizedBox(kernel, box))).endswith(", names=None)")
+
+
 def test_logical_names_become_mesh_axes():
     variables = Sharded("with_logical_partitioning").init(jax.random.key(0), X)
     _, qvariables, _ = qlinen.quantize_model(Sharded(), variables, ALL)
