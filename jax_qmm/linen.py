@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -126,9 +126,11 @@ class QuantizedModel(nn.Module):
         with nn.intercept_methods(run_quantized):
             return super().apply(variables, *args, **kwargs)
 
+    _float_class: ClassVar[type[nn.Module]]  # of which `_quantized_class` made this one
+
     @nn.nowrap
     def __reduce__(self):  # pickle would look for the class by its name
-        return _make, (type(self).__mro__[2], _fields(self))
+        return _make, (self._float_class, _fields(self))
 
 
 def _fields(model):
@@ -158,7 +160,7 @@ def _quantized_class(cls):
         for name, f in methods.items()
         if name == "__call__" or not (name.startswith("__") or name == "setup" or hasattr(f, "nowrap"))
     }
-    namespace = {"__doc__": cls.__doc__, "__module__": cls.__module__, **taken}
+    namespace = {"__doc__": cls.__doc__, "__module__": cls.__module__, "_float_class": cls, **taken}
     quantized = type(cls)(f"Quantized{cls.__name__}", (QuantizedModel, cls), namespace)
     return quantized
 

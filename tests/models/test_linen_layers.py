@@ -179,9 +179,11 @@ def test_a_quantized_model_is_hashable_as_the_model_is(named):
 
 def test_a_quantized_model_can_be_pickled():
     model, qvariables, _ = qlinen.quantize_model(PICKLED, PICKLED.init(jax.random.key(0), X), ALL)
-    again = pickle.loads(pickle.dumps(model))
-    assert again == model
-    np.testing.assert_array_equal(again.apply(qvariables, X), model.apply(qvariables, X))
+    derived = type("Derived", (type(model),), {})(model.features, kernel_init=model.kernel_init)
+    for given in (model, derived):
+        again = pickle.loads(pickle.dumps(given))
+        assert again == model
+        np.testing.assert_array_equal(again.apply(qvariables, X), model.apply(qvariables, X))
 
 
 PICKLED = nn.Dense(4, kernel_init=jax.nn.initializers.ones)  # the default one has no name to be pickled by
