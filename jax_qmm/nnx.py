@@ -121,6 +121,9 @@ def quantize_model(
     gives the same structure. To serialize what `jax.export` made of a model, export a function of
     `nnx.to_pure_dict` of its state: JAX serializes no nnx types, those of a float model neither.
 
+    For `calibration` and `sensitivity`, layers must run under nnx's own transformations: inside a bare
+    jax.checkpoint or jax.jit Flax raises a TraceContextError; take nnx.remat or nnx.jit in place of them.
+
     Args:
       model: float model.
       rules: the first whose regular expression matches all of a layer's path decides.

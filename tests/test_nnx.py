@@ -307,6 +307,21 @@ def test_calibration_errors(model):
         qnnx.quantize_model(model, [Rule("attn.key", STATIC)], calibration=[(IDS, jnp.nan)])
 
 
+class Wrapped(nnx.Module):
+    def __init__(self, wrap):
+        self.layer, self.wrap = nnx.Linear(8, 6, rngs=nnx.Rngs(0), **RANDOM), wrap
+
+    def __call__(self, x):
+        return self.wrap(lambda layer, x: layer(x))(self.layer, x)
+
+
+@pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit])
+def test_layers_are_watched_under_the_transformations_of_nnx(wrap):
+    batches = {"calibration": [data(3, 8)], "sensitivity": [data(3, 8)]}
+    _, report = qnnx.quantize_model(Wrapped(wrap), [Rule("layer", STATIC)], **batches)
+    assert report.rows[0].scheme == "int8, per_tensor static" and 0 < report.rows[0].error < 0.05
+
+
 class Stack(nnx.Module):
     def __init__(self, rngs):
         @nnx.vmap
