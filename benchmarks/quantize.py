@@ -3,13 +3,17 @@
     python benchmarks/quantize.py --out figures.csv
 
 One program quantizes (or copies) enough different inputs to overflow the L2 cache several times. Times are of JAX's
-profiler. Bytes count what is read once and what is written.
+profiler. Bytes count what is read once and what is written. All quantizers of a shape and their copy are measured three
+times, each time in another random order: the CSV has the medians, the least and the most.
 """
 
 import argparse
 import csv
 import functools
+import itertools
 import math
+from statistics import median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +22,51 @@ import jax_qmm
 from jax_qmm.bench import measure
 
 SHAPES = ((8192, 8192), (1, 8192), (64, 8192), (4096, 4096), (2048, 28672))
-KINDS = (("int8", jnp.int8, True), ("int8 zero point", jnp.int8, False), ("fp8", jnp.float8_e4m3fn, True))
+KINDS = {
+    "int8": (jnp.int8, True),
+    "int8 zero point": (jnp.int8, False),
+    "fp8": (jnp.float8_e4m3fn, True),
+}
+AXES = {"per token": -1, "per tensor": None}
+
+
+def quantizer(shape, kind, granularity, mode):
+    """A quantizer of arrays of `shape`."""
+    (qtype, symmetric), axis = KINDS[kind], AXES[granularity]
+    given: dict[str, Any] = {"symmetric": symmetric}
+    if mode == "static":
+        given["scale"] = jnp.full((shape[0], 1) if axis else (), 0.03)
+        if not symmetric:
+            given["zero_point"] = jnp.full_like(given["scale"], -3, jnp.int32)
+    return functools.partial(jax_qmm.quantize, qtype=qtype, axis=axis, **given)
+
+
+def rows_of(shape, dtype):
+    """The lines of the inputs of a shape and dtype in the CSV."""
+    moved = math.prod(shape) * (dtype.dtype.itemsize + 1)
+    count = measure.count_sets(moved, 256)
+    key = jax.random.key(0)
+    sets = [(jax.random.normal(jax.random.fold_in(key, i), shape, dtype),) for i in range(count)]
+    names = {"shape": "x".join(map(str, shape)), "dtype": jnp.dtype(dtype).name}
+    ways = [*itertools.product(KINDS, AXES, ("dynamic", "static"))]
+    calls: dict[Any, Any] = {way: functools.partial(measure.jit_us, quantizer(shape, *way), sets) for way in ways}
+    calls["copy"] = lambda: moved / measure.copy_bandwidth(moved // 2, count) * 1e6
+    times = measure.times(calls, str(names))
+    copy = median(times["copy"])
+    for way in ways:
+        took = median(times[way])
+        yield {
+            **names,
+            **dict(zip(("kind", "granularity", "mode"), way)),
+            "us": round(took, 2),
+            "GB_per_s": round(moved / took * 1e-3),
+            "copy_us": round(copy, 2),
+            "percent_of_copy": round(100 * copy / took, 1),
+            "least_us": round(min(times[way]), 2),
+            "most_us": round(max(times[way]), 2),
+            "copy_least_us": round(min(times["copy"]), 2),
+            "copy_most_us": round(max(times["copy"]), 2),
+        }
 
 
 def main():
@@ -28,36 +76,10 @@ def main():
     _, gpu = measure.open_gpu("quantize.py")
     print(gpu.name, "jax", jax.__version__)
     rows = []
-    for shape in SHAPES:
-        for dtype in (jnp.bfloat16, jnp.float32, jnp.float16):
-            moved = math.prod(shape) * (dtype.dtype.itemsize + 1)
-            count = measure.count_sets(moved, 256)
-            key = jax.random.key(0)
-            xs = [jax.random.normal(jax.random.fold_in(key, i), shape, dtype) for i in range(count)]
-            copy = moved / measure.copy_bandwidth(moved // 2, count) * 1e6
-            for name, qtype, symmetric in KINDS:
-                for granularity, axis in (("per token", -1), ("per tensor", None)):
-                    for mode in ("dynamic", "static"):
-                        given = {"symmetric": symmetric}
-                        if mode == "static":
-                            given["scale"] = jnp.full((shape[0], 1) if axis else (), 0.03)
-                            if not symmetric:
-                                given["zero_point"] = jnp.full_like(given["scale"], -3, jnp.int32)
-                        quantize = functools.partial(jax_qmm.quantize, qtype=qtype, axis=axis, **given)
-                        took = measure.jit_us(quantize, [(x,) for x in xs])
-                        row = {
-                            "shape": "x".join(map(str, shape)),
-                            "dtype": jnp.dtype(dtype).name,
-                            "kind": name,
-                            "granularity": granularity,
-                            "mode": mode,
-                            "us": round(took, 2),
-                            "GB_per_s": round(moved / took * 1e-3),
-                            "copy_us": round(copy, 2),
-                            "percent_of_copy": round(100 * copy / took, 1),
-                        }
-                        rows.append(row)
-                        print(*row.values(), sep="\t", flush=True)
+    for shape, dtype in itertools.product(SHAPES, (jnp.bfloat16, jnp.float32, jnp.float16)):
+        for row in rows_of(shape, dtype):
+            rows.append(row)
+            print(*row.values(), sep="\t", flush=True)
     if args.out:
         with open(args.out, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])

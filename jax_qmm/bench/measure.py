@@ -5,10 +5,11 @@ Either rotates over sets of operands that together exceed the L2 cache several t
 
 import functools
 import math
+import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from jax_qmm import _extension, tuning
 from jax_qmm.tuning import Product
 
 PEAK = tuning.h200()["peak"]  # operations a second, dense and of 8 bits: H100 SXM, H200
+TURNS = 3  # the least, the median and the most of them are reported
 
 
 def open_gpu(command: str) -> tuple[Any, Any]:
@@ -180,6 +182,23 @@ def chain(product: Product, sets: list[tuple]) -> list[tuple]:
     """
     calls = min(32, max(len(sets), math.ceil(2000 / roofline_us(product, 4e12))))
     return (sets * calls)[:calls]
+
+
+def turns(names: Iterable[Any], seed: str) -> list[Any]:
+    """The order in which to measure `names`: each once in each of `TURNS` turns, which a `seed` shuffles.
+
+    Each leaves the next one a clock and a temperature of the GPU: no two shall always be neighbours.
+    """
+    names, shuffle = [*names], random.Random(seed)
+    return [name for _ in range(TURNS) for name in shuffle.sample(names, len(names))]
+
+
+def times(calls: Mapping[Any, Callable[[], float]], seed: str) -> dict[Any, list[float]]:
+    """What each of `calls` gives in its `turns`."""
+    found = {name: [] for name in calls}
+    for name in turns(calls, seed):
+        found[name].append(calls[name]())
+    return found
 
 
 def in_jit(product: Product) -> dict[str, Callable[[], float]]:

@@ -1,6 +1,5 @@
 """`python -m jax_qmm bench`: the kernels against the roofline, XLA and cuBLASLt."""
 
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from jax_qmm.bench import check, cublaslt, measure, report
 from jax_qmm.tuning import Product
 
 ROUNDS = 9
-TURNS = 3  # the least, the median and the most of them go to the CSV
 NOTES = """\
 The peak is that of dense 8-bit products by the datasheets of H100 SXM and H200.
 A copy reads and writes: kernels that almost only read, those of small M, pass the roofline by several per cent.
@@ -53,10 +51,7 @@ def measure_all(
                 calls |= cublaslt.calls(product)
             if "xla" in peers:
                 calls |= measure.in_jit(product)
-            # Each leaves the next one a clock and a temperature of the GPU: no two shall always be neighbours.
-            shuffle = random.Random(str(product))
-            order = [name for _ in range(TURNS) for name in shuffle.sample([*calls], len(calls))]
-            for name in order:
+            for name in measure.turns(calls, str(product)):
                 if name not in calls:
                     continue
                 label = report.LABELS[name][0]

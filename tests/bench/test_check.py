@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jax_qmm import __main__ as command_line
-from jax_qmm.bench import check, measure, run
+from jax_qmm.bench import check, measure
 from jax_qmm.tuning import Product
 
 HEADER = "gpu,dtype,out_dtype,m,n,k,ours_us,ours_most_us\n"
@@ -30,7 +30,7 @@ def bench(kernels, monkeypatch, tmp_path):
 def test_what_is_as_fast_passes(bench, kernels, capsys):
     assert bench(SAME) == 0
     products = [(16, 64, 32, "int8", "bfloat16", False), (1, 64, 32, "float8_e4m3fn", "bfloat16", True)]
-    assert [product for product, *_ in kernels.measured] == [p for p in products for _ in range(run.TURNS)]
+    assert [product for product, *_ in kernels.measured] == [p for p in products for _ in range(measure.TURNS)]
     assert "0 of 2 products are more than 5% slower" in capsys.readouterr().out
 
 

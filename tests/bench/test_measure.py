@@ -126,6 +126,16 @@ def test_in_jit_makes_operands_once(monkeypatch):
     assert made == ["float8_e4m3fn", "bfloat16"]
 
 
+def test_all_are_measured_in_turns_of_another_order():
+    order = measure.turns("abcdef", "seed")
+    turns = [tuple(order[i : i + 6]) for i in range(0, 18, 6)]
+    assert len(set(turns)) == measure.TURNS == 3 and {frozenset(turn) for turn in turns} == {frozenset("abcdef")}
+    assert order == measure.turns("abcdef", "seed") != measure.turns("abcdef", "another")
+    clock = iter(range(6))
+    found = measure.times({name: lambda: next(clock) for name in "ab"}, "seed")
+    assert [found[name].pop(0) for name in measure.turns("ab", "seed")] == [*range(6)]
+
+
 def test_roofline_is_that_of_bytes_or_of_operations():
     few, many = (Product(m, 8192, 8192, 1, "int8", "float32", False) for m in (1, 8192))
     assert measure.nbytes(few) == 8192 + 8192 * 8192 + 4 * 8192

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from jax_qmm import __main__ as command_line
-from jax_qmm.bench import cublaslt, figure, measure, report, run
+from jax_qmm.bench import cublaslt, figure, measure, report
 from jax_qmm.tuning import Product
 
 ARGUMENTS = ["bench", "--shapes", "64,32", "32,64", "--m", "1,32"]
@@ -100,11 +100,11 @@ def test_csv(bench, tmp_path):
 
 def test_ours_is_the_kernel_that_would_run(bench, kernels):
     bench("--peers", "none", "--dtype", "int8")
-    assert [choices for _, choices, *_ in kernels.measured] == [[(2, 1)]] * 4 * run.TURNS
+    assert [choices for _, choices, *_ in kernels.measured] == [[(2, 1)]] * 4 * measure.TURNS
     kernels.measured.clear()
     kernels.tuned[1, 64, 32, 1, "int8", "bfloat16", False] = (0, 1)
     bench("--peers", "none", "--dtype", "int8")
-    assert [choices for _, choices, *_ in kernels.measured][:: run.TURNS] == [[(0, 1)]] + [[(2, 1)]] * 3
+    assert [choices for _, choices, *_ in kernels.measured][:: measure.TURNS] == [[(0, 1)]] + [[(2, 1)]] * 3
 
 
 def test_every_turn_has_another_order_and_the_median_counts(bench, kernels, monkeypatch, tmp_path):
@@ -181,7 +181,7 @@ def interrupt():
 
 
 def test_an_interrupt_reports_what_there_is(bench, kernels, tmp_path, capsys):
-    kernels.interrupt_after = 2 * run.TURNS + 1
+    kernels.interrupt_after = 2 * measure.TURNS + 1
     assert bench("--csv", str(tmp_path / "a.csv"), "--png", str(tmp_path / "a.png")) == 130
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 3
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,31 @@
+"""Quantizers are measured in shuffled turns; times are those of the fixture, never checked for what they are."""
+
+import csv
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from jax_qmm.bench import measure
+
+STORED = Path(__file__).parents[2] / "benchmarks" / "h200" / "quantize.csv"
+
+
+def test_lines_have_the_median_and_the_spread_of_shuffled_turns(run_main, monkeypatch):
+    monkeypatch.setattr(measure, "count_sets", lambda nbytes, most: 2)
+    timed, lines = run_main("benchmarks/quantize.py", SHAPES=((4, 8),))
+    rows = [*csv.DictReader(lines)]
+    assert lines[0].startswith(STORED.read_text().splitlines()[0] + ",")
+    assert len(rows) == 3 * 12 and len(timed) == 3 * 13 * measure.TURNS
+    for row in rows:
+        assert float(row["least_us"]) < float(row["us"]) < float(row["most_us"])
+        assert float(row["copy_least_us"]) < float(row["copy_us"]) < float(row["copy_most_us"])
+    copies = [i % 13 for i, function in enumerate(timed) if function is jnp.copy]
+    assert len(copies) == 3 * measure.TURNS and len(set(copies)) > 1  # not always at the same place
+
+
+def test_static_quantizers_have_a_scale_and_a_zero_point(load_script):
+    quantizer = load_script("benchmarks/quantize.py").quantizer
+    q = quantizer((4, 8), "int8 zero point", "per token", "static")(jnp.ones((4, 8)))
+    assert q.scale.shape == q.zero_point.shape == (4, 1) and q.zero_point[0, 0] == -3
+    q = quantizer((4, 8), "fp8", "per tensor", "dynamic")(jnp.ones((4, 8)))
+    assert q.qtype == jnp.float8_e4m3fn and q.scale.shape == (1, 1) and q.zero_point is None
