@@ -98,7 +98,8 @@ void bind_gpu(nb::module_& m) {
 
 void bind_scaled_mm(nb::module_& m) {
   nb::class_<ScaledMm>(m, "ScaledMmProblem", "A product, and the kernels (index, swizzle) that can compute it.")
-      .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum) {
+      .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum,
+                       bool full_epilogue) {
              ScaledMm problem{};  // at aligned addresses
              problem.m = m;
              problem.n = n;
@@ -107,10 +108,12 @@ void bind_scaled_mm(nb::module_& m) {
              problem.in = dtype(in);
              problem.out_dtype = dtype(out);
              problem.fast_accum = fast_accum;
+             if (full_epilogue) problem.activation = Activation::kClamp;
              return problem;
            }),
            nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
-           nb::arg("fast_accum"))
+           nb::arg("fast_accum"), nb::arg("full_epilogue") = false,
+           "With full_epilogue, one that needs more than scales, a's zero points and a bias; 8-bit results always do.")
       .def(
           "choices",
           [](ScaledMm const& p, Gpu const& gpu) {

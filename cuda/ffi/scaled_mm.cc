@@ -1,7 +1,10 @@
 // jax_qmm_scaled_mm: checks the buffers, fills ScaledMm, launches or records.
 #include "scaled_mm/scaled_mm.h"
 
+#include <algorithm>
+#include <iterator>
 #include <string_view>
+#include <utility>
 
 #include "ffi/buffers.h"
 #include "ffi/device.h"
@@ -19,10 +22,60 @@ NamedVector<ScaledMm, Vector> const kVectors[] = {
     {"bias", Values::kFloat, &ScaledMm::n, &ScaledMm::bias},
     {"azp_adj", Values::kInt32, &ScaledMm::n, &ScaledMm::azp_adj},
     {"azp", Values::kInt32, &ScaledMm::m, &ScaledMm::azp},
+    {"sums_a", Values::kInt32, &ScaledMm::m, &ScaledMm::sums_a},
+    {"azp_b", Values::kInt32, &ScaledMm::n, &ScaledMm::azp_b},
+    {"out_scale", Values::kFloat, nullptr, &ScaledMm::out_scale},
+    {"out_zero_point", Values::kInt32, nullptr, &ScaledMm::out_zero_point},
 };
 
+ffi::Error read_activation(std::string_view name, float low, float high, ScaledMm& problem) {
+  std::pair<char const*, Activation> constexpr kNames[] = {{"none", Activation::kNone},
+                                                           {"clamp", Activation::kClamp},
+                                                           {"gelu", Activation::kGelu},
+                                                           {"silu", Activation::kSilu}};
+  auto const found = std::find_if(std::begin(kNames), std::end(kNames), [&](auto pair) { return pair.first == name; });
+  if (found == std::end(kNames)) {
+    return ffi::Error::InvalidArgument("activation is \"" + std::string(name) +
+                                       "\"; it needs to be none, clamp, gelu or silu");
+  }
+  problem.activation = found->second;
+  problem.low = low, problem.high = high;
+  if (problem.activation == Activation::kClamp && !(low <= high)) {
+    return ffi::Error::InvalidArgument("low is " + std::to_string(low) + " and high is " + std::to_string(high) +
+                                       "; clamp needs a low that is at most high");
+  }
+  return ffi::Error::Success();
+}
+
+// Whether the vectors, the activation and the dtypes go together.
+ffi::Error check(ScaledMm const& p) {
+  auto const refuse = [](std::string const& why) { return ffi::Error::InvalidArgument(why); };
+  std::string const out = std::string("out has dtype ") + dtype_name(p.out_dtype);
+  if ((p.sums_a.data == nullptr) != (p.azp_b.data == nullptr)) {
+    return refuse("sums_a and azp_b were not given together; either needs the other");
+  }
+  if (p.in == DType::kF8E4M3) {
+    for (auto const& vector : kVectors) {
+      if (vector.values == Values::kInt32 && vector.length != nullptr && (p.*vector.to).data != nullptr) {
+        return refuse(std::string(vector.name) + " has integers of sums of int8; a has dtype float8_e4m3fn");
+      }
+    }
+  }
+  if (p.out_dtype == DType::kS32) {
+    if (needs_full_epilogue(p)) return refuse(out + ": raw sums, which take no activation, sums_a or azp_b");
+  }
+  bool const narrow = bytes_of(p.out_dtype) == 1;
+  if (narrow && p.out_scale.data == nullptr) return refuse(out + "; it needs out_scale");
+  if (!narrow && p.out_scale.data != nullptr) return refuse(out + ", which has no scale; out_scale needs 8 bits");
+  if (p.out_dtype != DType::kS8 && p.out_zero_point.data != nullptr) {
+    return refuse(out + ", which has no zero point; out_zero_point needs int8");
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors, ffi::AnyBuffer out,
-                std::string_view names, bool fast_accum, ScaledMm& problem) {
+                std::string_view names, bool fast_accum, std::string_view activation, float low, float high,
+                ScaledMm& problem) {
   JAX_QMM_RETURN_IF_ERROR(check_dtype(a, "a", {DType::kS8, DType::kF8E4M3}));
   JAX_QMM_RETURN_IF_ERROR(check_dtype(b, "b", {*dtype_of(a)}));
   JAX_QMM_RETURN_IF_ERROR(check_rank(a, "a", 3));
@@ -54,19 +107,24 @@ ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors, 
   problem.fast_accum = fast_accum;
   bool const int8 = problem.in == DType::kS8;
   if (int8) {
-    JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", {DType::kBF16, DType::kF16, DType::kF32, DType::kS32}));
+    JAX_QMM_RETURN_IF_ERROR(
+        check_dtype(out, "out", {DType::kBF16, DType::kF16, DType::kF32, DType::kS8, DType::kF8E4M3, DType::kS32}));
   } else {
-    JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", {DType::kBF16, DType::kF16, DType::kF32}));
+    JAX_QMM_RETURN_IF_ERROR(
+        check_dtype(out, "out", {DType::kBF16, DType::kF16, DType::kF32, DType::kS8, DType::kF8E4M3}));
   }
   problem.out_dtype = *dtype_of(out);
 
-  return read_vectors(vectors, names, kVectors, problem);
+  JAX_QMM_RETURN_IF_ERROR(read_vectors(vectors, names, kVectors, problem));
+  JAX_QMM_RETURN_IF_ERROR(read_activation(activation, low, high, problem));
+  return check(problem);
 }
 
 ffi::Error scaled_mm(Destination const& destination, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors,
-                     ffi::Result<ffi::AnyBuffer> out, std::string_view names, bool fast_accum) {
+                     ffi::Result<ffi::AnyBuffer> out, std::string_view names, bool fast_accum,
+                     std::string_view activation, float low, float high) {
   ScaledMm problem{};
-  JAX_QMM_RETURN_IF_ERROR(read(a, b, vectors, *out, names, fast_accum, problem));
+  JAX_QMM_RETURN_IF_ERROR(read(a, b, vectors, *out, names, fast_accum, activation, low, high, problem));
   Gpu const* gpu;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(current_gpu(gpu), "asking what the GPU is"));
   return destination([&](Submit const& submit, Chosen& chosen) {
@@ -95,7 +153,10 @@ auto bind(Binding binding) {
       .RemainingArgs()                           // vectors, (1 | batch, 1 | M or N) each
       .template Ret<ffi::AnyBuffer>()            // out (batch, M, N)
       .template Attr<std::string_view>("names")  // of the vectors, such as "scale_a scale_b bias"
-      .template Attr<bool>("fast_accum");
+      .template Attr<bool>("fast_accum")
+      .template Attr<std::string_view>("activation")  // none, clamp, gelu or silu
+      .template Attr<float>("low")                    // of clamp
+      .template Attr<float>("high");
 }
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize, ffi::Ffi::BindInitialize());

@@ -15,7 +15,7 @@ template <class Problem, class Vector>
 struct NamedVector {
   char const* name;
   Values values;
-  int Problem::* length;  // of the dimension that it goes along
+  int Problem::* length;  // of the dimension that it goes along; null for one value
   Vector Problem::* to;
 
   // Reads a buffer of shape (1 | batch, 1 | length).
@@ -25,7 +25,7 @@ struct NamedVector {
                                 : check_dtype(buffer, name, {DType::kF32, DType::kBF16, DType::kF16}));
     JAX_QMM_RETURN_IF_ERROR(check_rank(buffer, name, 2));
     auto const dims = buffer.dimensions();
-    int64_t const batch = problem.batch, most = problem.*length;
+    int64_t const batch = problem.batch, most = length ? problem.*length : 1;
     if ((dims[0] != 1 && dims[0] != batch) || (dims[1] != 1 && dims[1] != most)) {
       return ffi::Error::InvalidArgument(std::string(name) + " has shape " + to_string(dims) + "; it needs 1 or " +
                                          std::to_string(batch) + " rows of 1 or " + std::to_string(most) + " values");

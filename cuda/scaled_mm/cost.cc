@@ -60,7 +60,9 @@ void set_scaled_mm_cost(Gpu const& gpu, DType in, std::string const& kernel, Sca
   auto model = std::find_if(models.begin(), models.end(), [&](Model const& m) { return m.gpu.model() == gpu.model(); });
   if (model == models.end()) model = models.insert(model, {gpu, Costs(instances().size())});
   for (size_t i = 0; i < instances().size(); ++i) {
-    if (instances()[i].in == in && describe(instances()[i]) == kernel) model->costs[i] = cost;
+    Instance plain = instances()[i];
+    plain.full_epilogue = false;
+    if (plain.in == in && describe(plain) == kernel) model->costs[i] = cost;
   }
   forget_choices();
 }

@@ -1,11 +1,9 @@
 // The arithmetic of the epilogue, shared by all kernels, and its operands as a kernel sees them.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <type_traits>
 
+#include "scaled_mm/output.cuh"
 #include "scaled_mm/problem.h"
 
 namespace jax_qmm {
@@ -75,72 +73,68 @@ __device__ inline int32_t add(int32_t a, int32_t b) {
 }
 __device__ inline float add(float a, float b) { return a + b; }
 
-// Which of the dtypes of its width the output has.
+// Kernel arguments of a PlainOutput or FullOutput, which is that of one entry of the batch.
+template <bool kFull>
 struct OutputArg {
   DType dtype;
 
-  // `Out` holds the bits of N results.
-  template <class Out, int N, class Values, class Sums>
-  __device__ Out round(Values const& values, Sums const& sums) const {
-    uint32_t words[(sizeof(Out) + 3) / 4];
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if constexpr (sizeof(Out) == 4 * N) {
-        words[i] = dtype == DType::kS32 ? static_cast<uint32_t>(sums[i]) : __float_as_uint(values[i]);
-      } else if (i % 2 == 0) {
-        words[i / 2] = round_two(values[i], i + 1 < N ? values[i + 1] : 0.0f);
-      }
-    }
-    Out out;
-    memcpy(&out, words, sizeof(Out));
-    return out;
-  }
+  __device__ void prefetch(unsigned) const {}
+  __device__ PlainOutput at(int) const { return {dtype}; }
+};
 
-  template <class Bits, class Sum>
-  __device__ Bits round_one(float value, Sum sum) const {
-    return round<Bits, 1>(&value, &sum);
-  }
+template <>
+struct OutputArg<true> {
+  DType dtype;
+  Activation activation;
+  float low, high;
+  VectorArg<float, false> scale;
+  VectorArg<int32_t, false> zero_point;
 
- private:
-  // To the lower and the upper 16 bits: one instruction for both.
-  __device__ uint32_t round_two(float lower, float upper) const {
-    if (dtype == DType::kBF16) return bits(__floats2bfloat162_rn(lower, upper));
-    return bits(__floats2half2_rn(lower, upper));
+  __device__ void prefetch(unsigned threads) const {
+    scale.prefetch(threads);
+    zero_point.prefetch(threads);
   }
-
-  template <class Two>
-  __device__ static uint32_t bits(Two two) {
-    return reinterpret_cast<uint32_t const&>(two);
+  __device__ FullOutput at(int l) const {
+    return {dtype, activation, low, high, quantize::Divisor(scale.load(l, 0)), float(zero_point.load(l, 0))};
   }
 };
 
-// All that every kernel's epilogue takes besides the sums.
-struct EpilogueArgs : Terms<VectorArg> {
-  OutputArg output;
+// All that a kernel's epilogue takes besides the sums.
+template <bool kFull>
+struct EpilogueArgs : Terms<kFull, VectorArg> {
+  OutputArg<kFull> output;
 
   __device__ void prefetch(unsigned threads) const {
     each_term([&](auto const& vector) { vector.prefetch(threads); }, *this);
+    output.prefetch(threads);
   }
 
   // The terms of a row, and of a column.
-  __device__ void load_row(int l, int m, Terms<Value>& terms) const {
+  __device__ void load_row(int l, int m, Terms<kFull, Value>& terms) const {
     each_term([&](auto& value, auto const& from) { from.template load_if<true>(value, l, m); }, terms, *this);
   }
-  __device__ void load_column(int l, int n, Terms<Value>& terms) const {
+  __device__ void load_column(int l, int n, Terms<kFull, Value>& terms) const {
     each_term([&](auto& value, auto const& from) { from.template load_if<false>(value, l, n); }, terms, *this);
   }
-  __device__ Terms<Value> load(int l, int m, int n) const {
+  __device__ Terms<kFull, Value> load(int l, int m, int n) const {
     return map_terms<Value>([&](auto const& from) { return from.load(l, from.kOfRow ? m : n); }, *this);
   }
 };
 
-inline EpilogueArgs epilogue_args(ScaledMm const& p) {
-  EpilogueArgs args{};
+template <bool kFull>
+EpilogueArgs<kFull> epilogue_args(ScaledMm const& p) {
+  EpilogueArgs<kFull> args{};
   auto const fill = [](auto& arg, Vector const& v, auto absent) {
     arg = {v.data, v.dtype, v.stride, v.batch_stride, v.bytes, absent};
   };
   each_term(fill, args, p, kAbsent);
-  args.output = {p.out_dtype};
+  args.output.dtype = p.out_dtype;
+  if constexpr (kFull) {
+    args.output.activation = p.activation;
+    args.output.low = p.low, args.output.high = p.high;
+    fill(args.output.scale, p.out_scale, 1.0f);
+    fill(args.output.zero_point, p.out_zero_point, 0);
+  }
   return args;
 }
 

@@ -36,14 +36,14 @@ inline PrefetchedRows prefetched_rows(ScaledMm const& p, int sm_count) {
 // `ByLoadWarp`: the terms are copied by the warp that CUTLASS has for the loads of an epilogue, one tile ahead of the
 // math warps. This pays where a tile's end is short, though each subtile costs a barrier and shared memory holds the
 // terms of two tiles. Otherwise the math warps copy the terms when they have multiplied the tile.
-template <DType In, class Bits, bool Swap, bool ByLoadWarp, class CtaTile>
+template <DType In, class Bits, bool Swap, bool ByLoadWarp, class CtaTile, bool kFull>
 struct Epilogue {
   static constexpr bool kInt8 = In == DType::kS8;
   static constexpr int kSlots = ByLoadWarp ? 2 : 1;  // the tiles whose terms shared memory has
   // The kernel's rows are M of the product, or N when the operands are swapped.
   static constexpr int kM = size<Swap ? 1 : 0>(CtaTile{}), kN = size<Swap ? 0 : 1>(CtaTile{});
 
-  struct Arguments : EpilogueArgs {
+  struct Arguments : EpilogueArgs<kFull> {
     PrefetchedRows rows_of_b;
   };
   using Params = Arguments;
@@ -55,13 +55,13 @@ struct Epilogue {
         std::is_same_v<T, float> || kInt8 ? (kOfRow ? kM : kN) : 4;  // fp8 has no integer terms
     T values[kSize];
   };
-  struct alignas(16) Slot : Terms<OfTile> {};
+  struct alignas(16) Slot : Terms<kFull, OfTile> {};
   struct SharedStorage {
     Slot slots[kSlots];
   };
 
   static Arguments arguments(ScaledMm const& p, int sm_count) {
-    return {epilogue_args(p), prefetched_rows(p, sm_count)};
+    return {epilogue_args<kFull>(p), prefetched_rows(p, sm_count)};
   }
 
   template <class ProblemShape>
@@ -216,9 +216,10 @@ struct Epilogue {
     Slot* slots;
     int thread;
     OperandTerms operands;
+    decltype(std::declval<Params const&>().output.at(0)) output;
 
     CUTLASS_DEVICE Consumer(Source const& source, Slot* slots, int thread, OperandTerms const& operands)
-        : source(source), slots(slots), thread(thread), operands(operands) {}
+        : source(source), slots(slots), thread(thread), operands(operands), output(source.params.output.at(source.l)) {}
 
     CUTLASS_DEVICE void begin() {
       if constexpr (!ByLoadWarp) source.template copy_terms<Threads>(*slots, thread);
@@ -232,7 +233,7 @@ struct Epilogue {
 
     template <class Accumulator, int N>
     CUTLASS_DEVICE cutlass::Array<Bits, N> visit(cutlass::Array<Accumulator, N> const& acc, int epi_v, int, int) {
-      Terms<Fragment<N>::template Of> fragments;
+      Terms<kFull, Fragment<N>::template Of> fragments;
       each_term<kInt8>([&](auto& to, auto const& operand) { to = operand.template fragment<N>(epi_v); }, fragments,
                        operands);
       cutlass::Array<float, N> values;
@@ -240,13 +241,13 @@ struct Epilogue {
       for (int i = 0; i < N; ++i) {
         values[i] = apply(acc[i], map_terms<Value>([&](auto const& fragment) { return fragment[i]; }, fragments));
       }
-      return source.params.output.template round<cutlass::Array<Bits, N>, N>(values, acc);
+      return output.template round<cutlass::Array<Bits, N>, N>(values, acc);
     }
   };
 
   template <bool ReferenceSrc, class... Args>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::ConsumerStoreArgs<Args...> const& args) {
-    using OperandTerms = Terms<Operands<ReferenceSrc, fusion::ConsumerStoreArgs<Args...>>::template Of>;
+    using OperandTerms = Terms<kFull, Operands<ReferenceSrc, fusion::ConsumerStoreArgs<Args...>>::template Of>;
     auto const to_operand = [&](auto& of_tile) { return operand<of_tile.kOfRow, ReferenceSrc>(of_tile.values, args); };
     return Consumer<decltype(args.epi_tile), decltype(size(args.tiled_copy))::value, OperandTerms>(
         Source(params, args), slots, args.thread_idx,

@@ -22,14 +22,14 @@ static_assert(cutlass::arch::IsGdcGloballyEnabled, "kernels would not wait for t
 #endif
 
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
-          Schedule schedule, bool Swap>
+          Schedule schedule, bool Swap, bool kFull>
 struct GemmTypes {
   static constexpr bool kInt8 = In == DType::kS8;
   static constexpr bool kPingpong = schedule == Schedule::kPingpong;
   using Element = cute::conditional_t<kInt8, int8_t, cutlass::float_e4m3_t>;
   using Accumulator = cute::conditional_t<kInt8, int32_t, float>;
   // The epilogue hands over finished bit patterns, so the copy needs to know only their width.
-  using Bits = cute::conditional_t<OutBytes == 2, uint16_t, uint32_t>;
+  using Bits = BitsOf<OutBytes>;
   using LayoutD = cute::conditional_t<Swap, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
   using Tile = Shape<Int<TileM>, Int<TileN>, Int<TileK>>;
   using Cluster = Shape<Int<ClusterM>, Int<ClusterN>, _1>;
@@ -42,7 +42,7 @@ struct GemmTypes {
   using EpilogueSchedule = cute::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
                                                cutlass::epilogue::TmaWarpSpecializedCooperative>;
 
-  using Fusion = Epilogue<In, Bits, Swap, kPingpong, Tile>;
+  using Fusion = Epilogue<In, Bits, Swap, kPingpong, Tile, kFull>;
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       cutlass::epilogue::collective::EpilogueTileAuto, Accumulator, float, void, LayoutD, 16 / OutBytes, Bits, LayoutD,
@@ -60,19 +60,20 @@ struct GemmTypes {
 };
 
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
-          Schedule schedule, bool Swap>
-cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>::prepare(bool& fits) {
+          Schedule schedule, bool Swap, bool kFull>
+cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap, kFull>::prepare(
+    bool& fits) {
   using Kernel =
-      typename GemmTypes<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>::Kernel;
+      typename GemmTypes<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap, kFull>::Kernel;
   LaunchShape const shape{{}, Kernel::get_block_shape(), Kernel::SharedStorageSize, dim3(ClusterM, ClusterN)};
   return prepare_kernel(reinterpret_cast<void const*>(cutlass::device_kernel<Kernel>), shape, fits);
 }
 
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
-          Schedule schedule, bool Swap>
-cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>::launch(
+          Schedule schedule, bool Swap, bool kFull>
+cudaError_t Gemm<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap, kFull>::launch(
     ScaledMm const& problem, int swizzle, Gpu const& gpu, Submit const& submit) {
-  using Types = GemmTypes<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap>;
+  using Types = GemmTypes<In, accum, OutBytes, TileM, TileN, TileK, ClusterM, ClusterN, schedule, Swap, kFull>;
   using Kernel = typename Types::Kernel;
   using Element = typename Types::Element;
   using Bits = typename Types::Bits;

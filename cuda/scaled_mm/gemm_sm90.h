@@ -26,13 +26,15 @@ inline ScaledMm overlap_tiles(ScaledMm p, int rows_of_cluster, int64_t l2_bytes)
   p.m -= (tiles - 1) * step;
   p.a_batch_stride = int64_t(step) * p.k;
   p.out_batch_stride = int64_t(step) * p.n;
-  p.scale_a.batch_stride = step * p.scale_a.stride;
-  p.azp.batch_stride = step * p.azp.stride;
+  auto const step_rows = [&](Vector& vector, auto direction) {
+    if (direction.kOfRow) vector.batch_stride = step * vector.stride;
+  };
+  each_term(step_rows, p, Terms<true, Direction>{});
   return p;
 }
 
 template <DType In, Accum accum, int OutBytes, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
-          Schedule schedule, bool Swap>
+          Schedule schedule, bool Swap, bool kFull = false>
 struct Gemm {
   static cudaError_t prepare(bool& fits);
   static cudaError_t launch(ScaledMm const& problem, int swizzle, Gpu const& gpu, Submit const& submit);
@@ -41,6 +43,6 @@ struct Gemm {
 }  // namespace jax_qmm::sm90
 
 // The kernel of one line of instances_sm90.def.
-#define JAX_QMM_GEMM(in, accum, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)        \
+#define JAX_QMM_GEMM(in, accum, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, ...)         \
   ::jax_qmm::sm90::Gemm<::jax_qmm::DType::in, ::jax_qmm::sm90::Accum::accum, out_bytes, tile_m, tile_n, tile_k, \
-                        cluster_m, cluster_n, ::jax_qmm::sm90::Schedule::schedule, swap>
+                        cluster_m, cluster_n, ::jax_qmm::sm90::Schedule::schedule, __VA_ARGS__>

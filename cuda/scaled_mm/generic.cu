@@ -14,6 +14,7 @@ constexpr int kPitch = kTile + 16;  // bytes between rows in shared memory: the 
 constexpr int kThreads = 128;       // 2 x 2 warps of 32 x 32
 constexpr int kWordsPerThread = kTile * kTile / 4 / kThreads;
 
+template <bool kFull>
 struct Params {
   uint8_t const* a;
   uint8_t const* b;
@@ -21,7 +22,7 @@ struct Params {
   int m, n, k;
   int64_t a_batch_stride, b_batch_stride;
   int vector_bytes;  // what every row's start is aligned to: 4 or 1
-  EpilogueArgs epilogue;
+  EpilogueArgs<kFull> epilogue;
 };
 
 // This thread's share of a tile, zeros beyond the matrix; consecutive threads take consecutive words of a row.
@@ -53,8 +54,8 @@ __device__ void store_tile(uint8_t* smem, uint32_t const (&words)[kWordsPerThrea
   }
 }
 
-template <class Accumulator, class Bits>
-__global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
+template <class Accumulator, class Bits, bool kFull>
+__global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params<kFull> p) {
   __shared__ alignas(4) uint8_t smem_a[kTile * kPitch], smem_b[kTile * kPitch];
 
   int const tiles_m = (p.m + kTile - 1) / kTile, tiles_n = (p.n + kTile - 1) / kTile;
@@ -105,13 +106,14 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
     }
   }
 
+  auto const output = p.epilogue.output.at(l);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int const m = tile_m * kTile + warp_m + i * 16 + h * 8 + group;
       if (m >= p.m) continue;
-      Terms<Value> terms;
+      Terms<kFull, Value> terms;
       p.epilogue.load_row(l, m, terms);
       Bits* out = static_cast<Bits*>(p.out) + (int64_t(l) * p.m + m) * p.n;
 #pragma unroll
@@ -123,45 +125,64 @@ __global__ void __launch_bounds__(kThreads, 2) generic_kernel(Params p) {
           Accumulator const sum = acc[i][j][h * 2 + c];
           p.epilogue.load_column(l, n, terms);
           float const value = apply(sum, terms);
-          out[n] = p.epilogue.output.template round_one<Bits>(value, sum);
+          out[n] = output.template round_one<Bits>(value, sum);
         }
       }
     }
   }
 }
 
-}  // namespace
+// The kernel for operands of a dtype and results of so many bytes.
+template <bool kFull>
+auto kernel_for(DType in, int out_bytes) {
+  bool const int8 = in == DType::kS8;
+  if constexpr (kFull) {
+    if (out_bytes == 1) return int8 ? generic_kernel<int32_t, uint8_t, true> : generic_kernel<float, uint8_t, true>;
+  }
+  if (out_bytes == 2) return int8 ? generic_kernel<int32_t, uint16_t, kFull> : generic_kernel<float, uint16_t, kFull>;
+  return int8 ? generic_kernel<int32_t, uint32_t, kFull> : generic_kernel<float, uint32_t, kFull>;
+}
 
-cudaError_t prepare_generic() {
-  bool fits;
-  for (auto* kernel : {generic_kernel<int32_t, uint16_t>, generic_kernel<int32_t, uint32_t>,
-                       generic_kernel<float, uint16_t>, generic_kernel<float, uint32_t>}) {
-    if (cudaError_t const error = prepare_kernel(reinterpret_cast<void const*>(kernel), {1, kThreads}, fits))
-      return error;
+template <bool kFull>
+cudaError_t prepare() {
+  for (DType in : {DType::kS8, DType::kF8E4M3}) {
+    for (int out_bytes : {1, 2, 4}) {
+      bool fits;
+      void const* const kernel = reinterpret_cast<void const*>(kernel_for<kFull>(in, out_bytes));
+      if (cudaError_t const error = prepare_kernel(kernel, {1, kThreads}, fits)) return error;
+    }
   }
   return cudaSuccess;
 }
 
-cudaError_t launch_generic(ScaledMm const& p, Submit const& submit) {
+template <bool kFull>
+cudaError_t launch(ScaledMm const& p, Submit const& submit) {
   auto address = [](void const* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
   bool const words = (address(p.a) | address(p.b) | uintptr_t(p.k)) % 4 == 0;
-  Params params{static_cast<uint8_t const*>(p.a),
-                static_cast<uint8_t const*>(p.b),
-                p.out,
-                p.m,
-                p.n,
-                p.k,
-                p.a_batch_stride,
-                p.b_batch_stride,
-                words ? 4 : 1,
-                epilogue_args(p)};
+  Params<kFull> params{static_cast<uint8_t const*>(p.a),
+                       static_cast<uint8_t const*>(p.b),
+                       p.out,
+                       p.m,
+                       p.n,
+                       p.k,
+                       p.a_batch_stride,
+                       p.b_batch_stride,
+                       words ? 4 : 1,
+                       epilogue_args<kFull>(p)};
   int64_t const tiles = int64_t(p.m + kTile - 1) / kTile * ((p.n + kTile - 1) / kTile) * p.batch;
   if (tiles > INT32_MAX) return cudaErrorInvalidConfiguration;
-  bool const two_bytes = bytes_of(p.out_dtype) == 2;
-  auto* kernel = p.in == DType::kS8
-                     ? (two_bytes ? generic_kernel<int32_t, uint16_t> : generic_kernel<int32_t, uint32_t>)
-                     : (two_bytes ? generic_kernel<float, uint16_t> : generic_kernel<float, uint32_t>);
-  return launch(submit, {unsigned(tiles), kThreads}, kernel, params);
+  return jax_qmm::launch(submit, {unsigned(tiles), kThreads}, kernel_for<kFull>(p.in, bytes_of(p.out_dtype)), params);
+}
+
+}  // namespace
+
+cudaError_t prepare_generic() {
+  cudaError_t const error = prepare<false>();
+  return error ? error : prepare<true>();
+}
+
+cudaError_t launch_generic(ScaledMm const& p, Submit const& submit) {
+  return needs_full_epilogue(p) ? launch<true>(p, submit) : launch<false>(p, submit);
 }
 
 }  // namespace jax_qmm

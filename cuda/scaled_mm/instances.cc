@@ -11,7 +11,7 @@ using sm90::Schedule;
 
 template <class Kernel>
 Instance instance(Schedule schedule, DType in, int out_bytes, int tile_m, int tile_n, int tile_k, int cluster_m,
-                  int cluster_n, bool swap) {
+                  int cluster_n, bool swap, bool full_epilogue) {
   Instance i{};
   i.first_arch = i.last_arch = 90;
   i.schedule = schedule;
@@ -21,6 +21,7 @@ Instance instance(Schedule schedule, DType in, int out_bytes, int tile_m, int ti
   i.tile_m = tile_m, i.tile_n = tile_n, i.tile_k = tile_k;
   i.cluster_m = cluster_m, i.cluster_n = cluster_n;
   i.swap = swap;
+  i.full_epilogue = full_epilogue;
   i.blocks_per_sm = i.split = 1;
   i.prepare = Kernel::prepare;
   i.launch = Kernel::launch;
@@ -29,16 +30,17 @@ Instance instance(Schedule schedule, DType in, int out_bytes, int tile_m, int ti
 
 template <class Kernel>
 Instance gemm(DType in, Accum accum, int out_bytes, int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n,
-              Schedule schedule, bool swap) {
-  Instance i = instance<Kernel>(schedule, in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, swap);
+              Schedule schedule, bool swap, bool full_epilogue = false) {
+  Instance i =
+      instance<Kernel>(schedule, in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, swap, full_epilogue);
   i.accum = accum;
   return i;
 }
 
 template <class Kernel>
-Instance skinny(DType in, int out_bytes, int warps, int steps, int blocks_per_sm) {
+Instance skinny(DType in, int out_bytes, int warps, int steps, int blocks_per_sm, bool full_epilogue = false) {
   Instance i = instance<Kernel>(Schedule::kSkinny, in, out_bytes, sm90::kSkinnyRows, sm90::kSkinnyM,
-                                sm90::kSkinnyStep * steps * warps, 1, 1, true);
+                                sm90::kSkinnyStep * steps * warps, 1, 1, true, full_epilogue);
   i.first_arch = 80, i.last_arch = INT_MAX;
   i.accum = Accum::kFull;
   i.warps = warps;
@@ -48,8 +50,9 @@ Instance skinny(DType in, int out_bytes, int warps, int steps, int blocks_per_sm
 
 template <class Kernel>
 Instance one_tile(DType in, int out_bytes, int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n, int split,
-                  int blocks_per_sm, bool swap) {
-  Instance i = instance<Kernel>(Schedule::kOneTile, in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, swap);
+                  int blocks_per_sm, bool swap, bool full_epilogue = false) {
+  Instance i = instance<Kernel>(Schedule::kOneTile, in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, swap,
+                                full_epilogue);
   i.split = split;
   i.blocks_per_sm = blocks_per_sm;
   return i;
@@ -57,14 +60,11 @@ Instance one_tile(DType in, int out_bytes, int tile_m, int tile_n, int tile_k, i
 
 }  // namespace
 
-#define GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)          \
-  gemm<JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, swap)>( \
-      DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, swap),
-#define SKINNY(in, bytes, warps, steps, blocks_per_sm) \
-  skinny<JAX_QMM_SKINNY(in, bytes, warps, steps, blocks_per_sm)>(DType::in, bytes, warps, steps, blocks_per_sm),
-#define ONE_TILE(in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)              \
-  one_tile<JAX_QMM_ONE_TILE(in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap)>( \
-      DType::in, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap),
+#define GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, ...)                  \
+  gemm<JAX_QMM_GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, __VA_ARGS__)>( \
+      DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, __VA_ARGS__),
+#define SKINNY(in, ...) skinny<JAX_QMM_SKINNY(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
+#define ONE_TILE(in, ...) one_tile<JAX_QMM_ONE_TILE(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
 std::vector<Instance> const& instances() {
   static std::vector<Instance> const all = {
 #include "scaled_mm/instances_sm90.def"

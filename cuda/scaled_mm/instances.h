@@ -19,6 +19,7 @@ struct Instance {
   int out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n;
   sm90::Schedule schedule;
   bool swap;
+  bool full_epilogue;
   int blocks_per_sm, warps, split;
   cudaError_t (*prepare)(bool& fits);
   cudaError_t (*launch)(ScaledMm const&, int swizzle, Gpu const&, Submit const&);

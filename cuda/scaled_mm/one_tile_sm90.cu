@@ -45,28 +45,29 @@ namespace {
 
 using namespace cute;
 
+template <bool kFull>
 struct Params {
   void* out;
   int m, n, k;
   int tile_m;  // rows of a in a tile, which has room for more: TMA is slower at rows that aren't there than at others
   bool a_batched, b_batched;  // or the same for the whole batch
   int64_t out_batch_stride;
-  EpilogueArgs epilogue;
+  EpilogueArgs<kFull> epilogue;
 };
 
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
-          int BlocksPerSm, bool Swap>
+          int BlocksPerSm, bool Swap, bool Full>
 struct Types {
   using Element = conditional_t<In == DType::kS8, int8_t, cutlass::float_e4m3_t>;
   using Accumulator = conditional_t<In == DType::kS8, int32_t, float>;
-  using Bits = conditional_t<OutBytes == 2, uint16_t, uint32_t>;
+  using Bits = BitsOf<OutBytes>;
   using Mma =
       decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, Accumulator, Shape<_64, Int<TileY>, Int<TileK>>>(),
                               Layout<Shape<Int<TileX / 64>, _1, _1>>{}));
   static constexpr int kX = TileX, kY = TileY, kTileK = TileK, kClusterX = ClusterX, kClusterY = ClusterY,
                        kSplit = Split;
   static constexpr int kBlocksPerSm = BlocksPerSm;
-  static constexpr bool kSwap = Swap;
+  static constexpr bool kSwap = Swap, kFull = Full;
   static constexpr int kM = Swap ? TileY : TileX, kN = Swap ? TileX : TileY;
   static constexpr int kClusterM = Swap ? ClusterY : ClusterX, kClusterN = Swap ? ClusterX : ClusterY;
   static constexpr int kMathThreads = size(Mma{}), kThreads = kMathThreads + 96;
@@ -86,7 +87,7 @@ struct Types {
     alignas(16) T values[kOfRow ? kM : kN];
   };
   struct Shared {
-    Terms<OfTile> terms;
+    Terms<Full, OfTile> terms;
     uint64_t full[kMostStages], empty[kMostStages], added;
   };
   // In place of the stages when all are multiplied; padded, so that the fragments' stores hit distinct banks.
@@ -131,7 +132,7 @@ __device__ void sync_cluster() {
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
-    one_tile_kernel(Params const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_x,
+    one_tile_kernel(Params<T::kFull> const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_x,
                     CUTE_GRID_CONSTANT CUtensorMap const boxes_y) {
   using Element = typename T::Element;
   using Accumulator = typename T::Accumulator;
@@ -336,8 +337,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   auto const load_of_columns = [&](auto& each, auto const& of) {
     if constexpr (!of.kOfRow) each = load_each(&of.values[column]);
   };
-  Terms<EachOf> of_columns;
+  Terms<T::kFull, EachOf> of_columns;
   each_term(load_of_columns, of_columns, smem.terms);
+  auto const output = p.epilogue.output.at(l);
   auto* const out =
       static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + first_n + column;
 #pragma unroll 4
@@ -361,7 +363,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       values[j] = apply(sums[j], map_terms<Value>(value, of_columns, smem.terms));
     }
     using Out = cutlass::AlignedArray<Bits, kEach>;
-    *reinterpret_cast<Out*>(out + int64_t(row) * p.n) = p.epilogue.output.template round<Out, kEach>(values, sums);
+    *reinterpret_cast<Out*>(out + int64_t(row) * p.n) = output.template round<Out, kEach>(values, sums);
   }
 }
 
@@ -381,19 +383,19 @@ cudaError_t make_boxes(void const* data, int rows, int64_t batch_stride, int box
 }  // namespace
 
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
-          int BlocksPerSm, bool Swap>
-cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::prepare(
+          int BlocksPerSm, bool Swap, bool Full>
+cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap, Full>::prepare(
     bool& fits) {
-  using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
+  using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap, Full>;
   LaunchShape const shape{{}, T::kThreads, T::kSharedMemory, dim3(Split * ClusterX, ClusterY)};
   return prepare_kernel(reinterpret_cast<void const*>(one_tile_kernel<T>), shape, fits);
 }
 
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
-          int BlocksPerSm, bool Swap>
-cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>::launch(
+          int BlocksPerSm, bool Swap, bool Full>
+cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap, Full>::launch(
     ScaledMm const& p, int, Gpu const&, Submit const& submit) {
-  using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap>;
+  using T = Types<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split, BlocksPerSm, Swap, Full>;
   auto const tiles = [](int rows, int tile, int cluster) {
     return (rows - 1) / (tile * cluster) * cluster + cluster;  // whole clusters
   };
@@ -410,8 +412,15 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
 
   LaunchShape const shape{dim3((Swap ? tiles_n : tiles_m) * Split, Swap ? tiles_m : tiles_n, p.batch), T::kThreads,
                           T::kSharedMemory, dim3(Split * ClusterX, ClusterY)};
-  Params const params{
-      p.out, p.m, p.n, p.k, tile_m, p.a_batch_stride != 0, p.b_batch_stride != 0, p.out_batch_stride, epilogue_args(p)};
+  Params<Full> const params{p.out,
+                            p.m,
+                            p.n,
+                            p.k,
+                            tile_m,
+                            p.a_batch_stride != 0,
+                            p.b_batch_stride != 0,
+                            p.out_batch_stride,
+                            epilogue_args<Full>(p)};
   return jax_qmm::launch(submit, shape, one_tile_kernel<T>, params, Swap ? boxes_b : boxes_a, Swap ? boxes_a : boxes_b);
 }
 

@@ -8,7 +8,7 @@
 namespace jax_qmm::sm90 {
 
 template <DType In, int OutBytes, int TileX, int TileY, int TileK, int ClusterX, int ClusterY, int Split,
-          int BlocksPerSm, bool Swap>
+          int BlocksPerSm, bool Swap, bool kFull = false>
 struct OneTile {
   static cudaError_t prepare(bool& fits);
   static cudaError_t launch(ScaledMm const& problem, int swizzle, Gpu const& gpu, Submit const& submit);
@@ -17,6 +17,4 @@ struct OneTile {
 }  // namespace jax_qmm::sm90
 
 // The kernel of one ONE_TILE line of instances_sm90.def.
-#define JAX_QMM_ONE_TILE(in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split, blocks_per_sm, swap) \
-  ::jax_qmm::sm90::OneTile<::jax_qmm::DType::in, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, split,  \
-                           blocks_per_sm, swap>
+#define JAX_QMM_ONE_TILE(in, ...) ::jax_qmm::sm90::OneTile<::jax_qmm::DType::in, __VA_ARGS__>

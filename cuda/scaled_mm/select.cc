@@ -33,7 +33,7 @@ int64_t count_clusters(Instance const& i, ScaledMm const& p) {
 
 bool serves(Instance const& i, ScaledMm const& p) {
   int constexpr kMostBlocks = 65535;  // of a grid's second or third dimension; prefetch_l2 counts their threads
-  if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype)) return false;
+  if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype) || i.full_epilogue != needs_full_epilogue(p)) return false;
   if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
   if (i.accum != accum_of(p)) return false;
   return i.schedule != Schedule::kOneTile || count_clusters(i, p) * i.cluster_m * i.cluster_n <= kMostBlocks;
@@ -50,10 +50,10 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
 namespace {
 
 // Measured choices: for a model of GPU, operands and output of some kind and one N and K, by M.
-using TuningKey = std::tuple<std::pair<std::string, int>, DType, Accum, int, int, int, int>;
+using TuningKey = std::tuple<std::pair<std::string, int>, DType, Accum, int, bool, int, int, int>;
 
 TuningKey tuning_key(ScaledMm const& p, Gpu const& gpu) {
-  return {gpu.model(), p.in, accum_of(p), bytes_of(p.out_dtype), p.n, p.k, p.batch};
+  return {gpu.model(), p.in, accum_of(p), bytes_of(p.out_dtype), needs_full_epilogue(p), p.n, p.k, p.batch};
 }
 
 std::shared_mutex tuning_mutex;
@@ -86,7 +86,7 @@ ScaledMmChoice select(ScaledMm const& p, Gpu const& gpu) {
 }
 
 // All that `select` depends on, of a problem on one device.
-using Shape = std::array<int, 9>;
+using Shape = std::array<int, 10>;
 
 struct HashShape {
   size_t operator()(Shape const& shape) const {
@@ -105,7 +105,8 @@ std::atomic<int64_t> times_forgotten{0};  // changed while `chosen_mutex` is hel
 ScaledMmChoice select_scaled_mm(ScaledMm const& p, Gpu const& gpu) {
   if (gpu.device < 0) return select(p, gpu);
   size_t constexpr kMostKept = 1 << 14;  // where shapes are symbolic, they may be of any number
-  Shape const shape{gpu.device, int(p.in), int(p.out_dtype), p.fast_accum, p.m, p.n, p.k, p.batch, tma_aligned(p)};
+  Shape const shape{gpu.device, int(p.in), int(p.out_dtype), p.fast_accum,  needs_full_epilogue(p), p.m,
+                    p.n,        p.k,       p.batch,          tma_aligned(p)};
   {
     std::shared_lock lock(chosen_mutex);
     if (auto const found = chosen.find(shape); found != chosen.end()) return found->second;

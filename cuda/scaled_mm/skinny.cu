@@ -13,6 +13,7 @@
 namespace jax_qmm::sm90 {
 namespace {
 
+template <bool kFull>
 struct Params {
   uint8_t const* a;
   uint8_t const* b;
@@ -20,7 +21,7 @@ struct Params {
   int m, n;
   unsigned k;
   int64_t a_batch_stride, b_batch_stride, out_batch_stride;
-  EpilogueArgs epilogue;
+  EpilogueArgs<kFull> epilogue;
 };
 
 // Loads that stay where they stand, ahead of the products. What is read once leaves the L1 cache to a.
@@ -37,8 +38,8 @@ __device__ uint4 load_once(uint8_t const* p) {
   return v;
 }
 
-template <class Accumulator, class Bits, int Warps, int Steps, int BlocksPerSm>
-__global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params p) {
+template <class Accumulator, class Bits, int Warps, int Steps, int BlocksPerSm, bool kFull>
+__global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params<kFull> p) {
   constexpr int kRows = kSkinnyRows, kStep = kSkinnyStep, kTurn = kStep * Steps;
   static_assert(kRows * kSkinnyM <= 32 * Warps, "each result needs a thread");
   __shared__ Accumulator partial[Warps][kSkinnyM][kRows + 2];  // padded: the fragments' stores hit distinct banks
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
   // The result that this thread will write.
   int const row = threadIdx.x % kRows, m = threadIdx.x / kRows, n = first + row;
   bool const writes = m < p.m && m < kSkinnyM && n < p.n;
-  Terms<Value> terms;
+  Terms<kFull, Value> terms;
 
   // What the first warps read of b first comes to L2 while the kernel before this one ends. More would delay the rest.
   static_assert(kTurn == kLine);
@@ -98,30 +99,29 @@ __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params 
   for (int w = 0; w < Warps; ++w) sum = add(sum, partial[w][m][row]);
   float const value = apply(sum, terms);
   auto* const out = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(m) * p.n + n;
-  *out = p.epilogue.output.template round_one<Bits>(value, sum);
+  *out = p.epilogue.output.at(l).template round_one<Bits>(value, sum);
 }
 
-template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
-constexpr auto* kKernel =
-    skinny_kernel<std::conditional_t<In == DType::kS8, int32_t, float>,
-                  std::conditional_t<OutBytes == 2, uint16_t, uint32_t>, Warps, Steps, BlocksPerSm>;
+template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm, bool kFull>
+constexpr auto* kKernel = skinny_kernel<std::conditional_t<In == DType::kS8, int32_t, float>, BitsOf<OutBytes>, Warps,
+                                        Steps, BlocksPerSm, kFull>;
 
 }  // namespace
 
-template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
-cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::prepare(bool& fits) {
-  auto* const kernel = kKernel<In, OutBytes, Warps, Steps, BlocksPerSm>;
+template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm, bool kFull>
+cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm, kFull>::prepare(bool& fits) {
+  auto* const kernel = kKernel<In, OutBytes, Warps, Steps, BlocksPerSm, kFull>;
   return prepare_kernel(reinterpret_cast<void const*>(kernel), {{}, 32 * Warps}, fits);
 }
 
-template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
-cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm>::launch(ScaledMm const& p, int, Gpu const&,
-                                                                    Submit const& submit) {
+template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm, bool kFull>
+cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm, kFull>::launch(ScaledMm const& p, int, Gpu const&,
+                                                                           Submit const& submit) {
   LaunchShape const shape{dim3((unsigned(p.n) + kSkinnyRows - 1) / kSkinnyRows, p.batch), 32 * Warps};
   return jax_qmm::launch(
-      submit, shape, kKernel<In, OutBytes, Warps, Steps, BlocksPerSm>,
-      Params{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, unsigned(p.k),
-             p.a_batch_stride, p.b_batch_stride, p.out_batch_stride, epilogue_args(p)});
+      submit, shape, kKernel<In, OutBytes, Warps, Steps, BlocksPerSm, kFull>,
+      Params<kFull>{static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.b), p.out, p.m, p.n, unsigned(p.k),
+                    p.a_batch_stride, p.b_batch_stride, p.out_batch_stride, epilogue_args<kFull>(p)});
 }
 
 #define GEMM(...)

@@ -11,7 +11,7 @@ constexpr int kSkinnyM = 8;      // most rows of a
 constexpr int kSkinnyRows = 16;  // of b in a block
 constexpr int kSkinnyStep = 64;  // bytes of each row: one load of 16 bytes by each thread
 
-template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm>
+template <DType In, int OutBytes, int Warps, int Steps, int BlocksPerSm, bool kFull = false>
 struct Skinny {
   static cudaError_t prepare(bool& fits);
   static cudaError_t launch(ScaledMm const& problem, int swizzle, Gpu const& gpu, Submit const& submit);
@@ -20,5 +20,4 @@ struct Skinny {
 }  // namespace jax_qmm::sm90
 
 // The kernel of one SKINNY line of instances_sm90.def.
-#define JAX_QMM_SKINNY(in, out_bytes, warps, steps, blocks_per_sm) \
-  ::jax_qmm::sm90::Skinny<::jax_qmm::DType::in, out_bytes, warps, steps, blocks_per_sm>
+#define JAX_QMM_SKINNY(in, ...) ::jax_qmm::sm90::Skinny<::jax_qmm::DType::in, __VA_ARGS__>

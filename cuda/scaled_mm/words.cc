@@ -10,13 +10,14 @@ using sm90::Schedule;
 std::string describe(Instance const& i) {
   auto text = [](int number) { return std::to_string(number); };
   std::string const tile = "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k);
-  if (i.schedule == Schedule::kSkinny) return tile + " skinny " + text(i.warps) + " warps";
+  std::string const epilogue = i.full_epilogue ? " full epilogue" : "";
+  if (i.schedule == Schedule::kSkinny) return tile + " skinny " + text(i.warps) + " warps" + epilogue;
   char const* const schedule = i.schedule == Schedule::kPingpong      ? " pingpong"
                                : i.schedule == Schedule::kCooperative ? " cooperative"
                                                                       : " one tile";
   return tile + " cluster " + text(i.cluster_m) + "x" + text(i.cluster_n) + schedule + (i.swap ? " swapped" : "") +
          (i.split > 1 ? " split-K " + text(i.split) : "") +
-         (i.blocks_per_sm > 1 ? " " + text(i.blocks_per_sm) + " per SM" : "");
+         (i.blocks_per_sm > 1 ? " " + text(i.blocks_per_sm) + " per SM" : "") + epilogue;
 }
 
 std::string describe_scaled_mm(ScaledMmChoice choice) {

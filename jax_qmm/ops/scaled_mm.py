@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding, PartitionSpec
@@ -238,7 +239,8 @@ def _kernel(*operands, names, num_batch, out_dtype, fast_accum):
     batch, rows, n, _ = matmul_form.sizes(operands, num_batch)
     result = jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)
     call = jax.ffi.ffi_call("jax_qmm_scaled_mm", result)
-    out = call(*matmul_form.fold(operands, num_batch), names=" ".join(names), fast_accum=fast_accum)
+    attributes = dict(activation="none", low=np.float32(-np.inf), high=np.float32(np.inf))
+    out = call(*matmul_form.fold(operands, num_batch), names=" ".join(names), fast_accum=fast_accum, **attributes)
     return out.reshape(*batch, *rows, n)
 
 

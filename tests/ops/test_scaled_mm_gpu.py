@@ -12,6 +12,7 @@ from jax_qmm.reference import scaled_mm as reference
 
 pytestmark = pytest.mark.gpu
 
+NO_ACTIVATION = dict(activation="none", low=np.float32(-np.inf), high=np.float32(np.inf))  # of the handler
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 RAGGED = (
     [(m, 64, 128) for m in range(1, 34)]
@@ -324,6 +325,7 @@ def test_results_repeat(dtype, shape, emulated):
         (dict(scale=((1, 8), np.float32)), "vectors"),
         (dict(names="scale_a scale_b bias"), "names"),
         (dict(out=((1, 8, 8), np.int8)), "out"),
+        (dict(out=((1, 8, 8), np.uint8)), "out"),
     ],
 )
 def test_the_handler_names_a_wrong_buffer(change, message):
@@ -342,11 +344,11 @@ def test_the_handler_names_a_wrong_buffer(change, message):
     f = jax.ffi.ffi_call("jax_qmm_scaled_mm", jax.ShapeDtypeStruct(out_shape, out_dtype))
     inputs = [np.zeros(*x) for x in buffers.values()]
     with pytest.raises(Exception, match=rf"\b{message} has"):
-        jax.block_until_ready(f(*inputs, names=names, fast_accum=True))
+        jax.block_until_ready(f(*inputs, names=names, fast_accum=True, **NO_ACTIVATION))
 
 
 def test_the_handler_refuses_what_whole_tiles_would_make_too_long():
     a = jnp.zeros((1, 1, 2**31 - 100), jnp.int8)
     f = jax.ffi.ffi_call("jax_qmm_scaled_mm", jax.ShapeDtypeStruct((1, 1, 1), jnp.float32))
     with pytest.raises(Exception, match=r"no dimension may exceed 2147479551"):
-        jax.block_until_ready(f(a, a, names="", fast_accum=True))
+        jax.block_until_ready(f(a, a, names="", fast_accum=True, **NO_ACTIVATION))
