@@ -57,7 +57,7 @@ class _EmulatedGpu:
     """What a CPU device lacks of a GPU of JAX."""
 
     compute_capability: str = "9.0"
-    core_count: int = 132
+    core_count: int = 8
     device_kind: str = "emulator"
     local_hardware_id: int = 0
 

@@ -21,14 +21,14 @@ GEMM(kS8, kFull, 2, 128, 128, 128, 2, 1, kPingpong, false)
 GEMM(kS8, kFull, 2, 256, 128, 128, 1, 2, kCooperative, false)
 SKINNY(kS8, 2, 16, 2, 2)
 ONE_TILE(kS8, 2, 64, 16, 256, 1, 1, 1, 1, false)
-ONE_TILE(kS8, 2, 64, 128, 128, 2, 1, 1, 1, false)
+ONE_TILE(kS8, 2, 128, 128, 128, 2, 1, 1, 1, false)
 ONE_TILE(kS8, 2, 64, 32, 128, 1, 1, 6, 1, true)
 """
 EXACT = "tests/ops/test_scaled_mm_gpu.py::test_int8_is_exact_for_every_shape[{}]"
 CHOICES = "tests/ops/test_scaled_mm_choices_gpu.py::test_every_choice_gives_the_same_int8_result[{}-bfloat16]"
 ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
 TESTS = {
-    "quantize": [ROWS.format(cols) for cols in (1000, 4096, 8200)],
+    "quantize": [ROWS.format(cols) for cols in (100, 1000, 4096, 8200)],
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
     "skinny": [CHOICES.format((7, 200, 4624))],
     "one tile": [CHOICES.format((7, 200, 4624)), CHOICES.format((130, 1544, 272))],

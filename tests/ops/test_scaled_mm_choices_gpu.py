@@ -14,7 +14,7 @@ SHAPES = {
     (1, 136, 16): (1, 136, 16),
     (7, 200, 4624): (7, 200, 2064),
     (17, 200, 1040): (17, 200, 1040),
-    (130, 1544, 272): (130, 264, 272),
+    (130, 1544, 272): (130, 1544, 272),  # several tiles for each persistent block
     (333, 392, 2064): (150, 264, 1040),
 }
 FLOAT16 = pytest.param(jnp.float16, marks=pytest.mark.gpu(not_emulated="bfloat16 has the same kernels"))

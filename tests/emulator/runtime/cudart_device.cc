@@ -94,7 +94,7 @@ int capability() {
 int attribute(cudaDeviceAttr a) {
   switch (a) {
     case cudaDevAttrMultiProcessorCount:
-      return 132;
+      return 8;  // few, so that persistent blocks take several tiles of a small product
     case cudaDevAttrComputeCapabilityMajor:
       return capability() / 10;
     case cudaDevAttrComputeCapabilityMinor:
@@ -172,7 +172,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
   p->maxGridSize[0] = INT32_MAX, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->major = capability() / 10, p->minor = capability() % 10;
-  p->multiProcessorCount = 132;
+  p->multiProcessorCount = attribute(cudaDevAttrMultiProcessorCount);
   p->maxThreadsPerMultiProcessor = 2048;
   p->sharedMemPerMultiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   p->sharedMemPerBlockOptin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);

@@ -270,7 +270,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* n, void const*, cudaLaunchConfig
     if (c->attrs[i].id == cudaLaunchAttributeClusterDimension)
       size = c->attrs[i].val.clusterDim.x * c->attrs[i].val.clusterDim.y * c->attrs[i].val.clusterDim.z;
   }
-  *n = 132 / std::max(1u, size);
+  *n = attribute(cudaDevAttrMultiProcessorCount) / std::max(1u, size);
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxPotentialClusterSize(int* n, void const*, cudaLaunchConfig_t const*) {
