@@ -13,7 +13,8 @@ from jax_qmm.ops.dispatch import export_disabled_checks
 from jax_qmm.ops.dot_general import dot_general, einsum, matmul
 from jax_qmm.ops.fake_quantize import fake_quantize
 from jax_qmm.ops.quantize import quantize
-from jax_qmm.ops.scaled_mm import azp_adjustment, scaled_mm, scaled_mm_azp, scaled_mm_azp_per_token
+from jax_qmm.ops.scaled_mm import scaled_mm
+from jax_qmm.ops.zero_points import azp_adjustment, scaled_mm_azp, scaled_mm_azp_per_token, scaled_mm_zero_points
 from jax_qmm.qarray import QArray
 from jax_qmm.schemes import W8A8, Rule
 
@@ -32,6 +33,7 @@ __all__ = [
     "scaled_mm",
     "scaled_mm_azp",
     "scaled_mm_azp_per_token",
+    "scaled_mm_zero_points",
 ]
 
 

@@ -168,14 +168,17 @@ def gpu():
     return kernels.Gpu.of_device(device.local_hardware_id)
 
 
-def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum) -> str:
-    """The kernel that the extension chooses for this product and why, in words; "" without the extension."""
+def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum, full_epilogue=False) -> str:
+    """The kernel that the extension chooses for this product and why, in words; "" without the extension.
+
+    `full_epilogue`: with an activation or zero points of both sides.
+    """
     kernels, _ = _load()
     if kernels is None:
         return ""
     _load_tuning()
     on = gpu()
-    problem = kernels.ScaledMmProblem(m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum)
+    problem = kernels.ScaledMmProblem(m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum, full_epilogue)
     if (measured := problem.tuned(on)) is not None:
         why = "tuned" if measured == m else f"tuned at M {measured}"
     elif len(problem.choices(on)) == 1:

@@ -142,9 +142,11 @@ def test_kernels_are_named_where_there_are_some(monkeypatch):
     assert [row.runs_on for row in table.rows] == ["kernel", "tile 128x128x128"]
     fp8 = {"scheme": W8A8("float8_e4m3fn"), "precision": jax.lax.Precision.HIGHEST}
     explain(lambda x, q: matmul(x, q, **fp8), wide, q)
+    explain(lambda a: scaled_mm(a, a, 1.0, 1.0, activation="silu"), W)
     assert asked == [
-        (8, 16, 32, 2, jnp.int8, jnp.bfloat16, False),
-        (24, 16, 32, 1, jnp.float8_e4m3fn, jnp.float32, False),
+        (8, 16, 32, 2, jnp.int8, jnp.bfloat16, False, False),
+        (24, 16, 32, 1, jnp.float8_e4m3fn, jnp.float32, False, False),
+        (16, 16, 32, 1, jnp.int8, jnp.bfloat16, False, True),
     ]
 
 

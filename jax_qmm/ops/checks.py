@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_qmm.dtypes import INT32, QTYPES, SCALE_DTYPES
+from jax_qmm.dtypes import FLOAT8, INT32, QTYPES, SCALE_DTYPES
+from jax_qmm.reference import activation as activations
+
+Activation = str | tuple[float, float] | None  # as users write it
 
 
 def array(name, x, dtypes):
@@ -91,18 +94,17 @@ def scale(name, x):
     return array(name, x, SCALE_DTYPES)
 
 
-def along_rows(name, x, a):
-    """A scale or zero point of the rows of `a` in the shape of the rows, or with every dimension 1."""
+def along_rows(name, x, a, scalar=True):
+    """A scale or zero point of the rows of `a` in the shape of the rows, or with every dimension 1 for a scalar."""
     rows = a.shape[:-1]
-    if x.shape in ((), (1,) * a.ndim):
+    if scalar and x.shape in ((), (1,) * a.ndim):
         return x.reshape((1,) * len(rows))
     if x.shape == rows:
         return x
     if x.shape == (*rows, 1):
         return x.squeeze(-1)
-    raise ValueError(
-        f"{name} has shape {x.shape}; with a of shape {a.shape} it needs (), {rows}, {(*rows, 1)} or {(1,) * a.ndim}"
-    )
+    needs = f"(), {rows}, {(*rows, 1)} or {(1,) * a.ndim}" if scalar else f"{rows} or {(*rows, 1)}"
+    raise ValueError(f"{name} has shape {x.shape}; with a of shape {a.shape} it needs {needs}")
 
 
 def along_columns(name, x, b, scalar=False):
@@ -124,13 +126,76 @@ def out_dtype(dtype: Any) -> Any:
         dtype = None if dtype is None else jnp.dtype(dtype)  # jnp.dtype(None) is float64
     except TypeError:
         raise TypeError(f"out_dtype is {dtype!r}; it needs to be a dtype") from None
-    if dtype not in (*SCALE_DTYPES, INT32):
-        raise TypeError(f"out_dtype is {dtype}; it needs to be bfloat16, float16, float32 or, for the sums, int32")
+    if dtype not in (*SCALE_DTYPES, *QTYPES, INT32):
+        raise TypeError(
+            f"out_dtype is {dtype}; it needs to be bfloat16, float16, float32, int8 or float8_e4m3fn or, for the sums, "
+            "int32"
+        )
     return dtype
 
 
-def raw_sums(a, scale_a, scale_b, bias):
+def bias_dtypes(out_dtype):
+    """The dtypes that a bias may have."""
+    return SCALE_DTYPES if out_dtype in QTYPES else tuple(dict.fromkeys((SCALE_DTYPES[0], out_dtype)))
+
+
+def activation(x):
+    """The `Activation` that a user names."""
+    if x is None:
+        return activations.NONE
+    needs = "None, 'relu', 'relu6', 'gelu', 'silu' or (lo, hi), two numbers"
+    if isinstance(x, str):
+        if x not in activations.NAMED:
+            raise ValueError(f"activation is {x!r}; it needs to be {needs}")
+        return activations.NAMED[x]
+    numbers = (int, float, np.integer, np.floating)
+    if not (isinstance(x, (tuple, list)) and len(x) == 2 and all(isinstance(bound, numbers) for bound in x)):
+        raise TypeError(f"activation is {x!r}; it needs to be {needs}")
+    with np.errstate(over="ignore"):
+        low, high = (float(np.float32(bound)) + 0.0 for bound in x)  # of two zeros the positive one
+    if not low <= high:
+        raise ValueError(f"activation is {x}; of (lo, hi) it needs lo <= hi")
+    return activations.Activation("clamp", low, high)
+
+
+def output(out_dtype, out_scale, out_zero_point):
+    """The vectors of an 8-bit output, by name; none for other outputs."""
+    if out_dtype not in QTYPES:
+        for name, x, needs in (
+            ("out_scale", out_scale, "int8 or float8_e4m3fn"),
+            ("out_zero_point", out_zero_point, "int8"),
+        ):
+            if x is not None:
+                raise ValueError(f"{name} was given with out_dtype {out_dtype}; it needs out_dtype {needs}")
+        return {}
+    if out_scale is None:
+        raise ValueError(f"out_dtype is {out_dtype}; it needs out_scale, the step of the result")
+    vectors = {"out_scale": _scalar("out_scale", scale("out_scale", out_scale)).astype(jnp.float32)}
+    if isinstance(out_scale, (int, float, np.ndarray, np.generic, jax.Array)) and not isinstance(out_scale, Tracer):
+        with np.errstate(over="ignore"):
+            value = np.asarray(out_scale).astype(np.float32)
+        if value == 0 or not np.isfinite(value):
+            raise ValueError(f"out_scale is {out_scale}; it needs to be finite and not 0 in float32")
+    if out_zero_point is not None and out_dtype == FLOAT8:
+        raise ValueError(f"out_zero_point was given with out_dtype {out_dtype}; it needs out_dtype int8")
+    if out_zero_point is not None:
+        vectors["out_zero_point"] = _scalar("out_zero_point", int32("out_zero_point", out_zero_point))
+    return vectors
+
+
+def _scalar(name, x):
+    if x.shape != ():
+        raise ValueError(f"{name} has shape {x.shape}; it needs (): one for the whole result")
+    return x
+
+
+def raw_sums(a, scale_a, scale_b, zero_points, **absent):
     """Checks what `out_dtype=int32` asks for: the sums of int8 products and nothing more."""
+    if zero_points:
+        raise ValueError(
+            "out_dtype is int32, which only scaled_mm has; with zero points it needs to be bfloat16, float16, float32, "
+            "int8 or float8_e4m3fn"
+        )
     if a.dtype != jnp.int8:
         raise ValueError(f"out_dtype int32 gives the exact sums of int8 products, but a has dtype {a.dtype}")
     for name, x in (("scale_a", scale_a), ("scale_b", scale_b)):
@@ -139,5 +204,6 @@ def raw_sums(a, scale_a, scale_b, bias):
                 f"out_dtype int32 gives the unscaled sums: {name} needs to be the constant 1.0 "
                 f"of Python or numpy, not {x}"
             )
-    if bias is not None:
-        raise ValueError("out_dtype int32 gives the unscaled sums: bias needs to be None")
+    for name, x in absent.items():
+        if x is not None:
+            raise ValueError(f"out_dtype int32 gives the unscaled sums: {name} needs to be None")

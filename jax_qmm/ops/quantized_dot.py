@@ -11,6 +11,7 @@ from jax_qmm import _compat
 from jax_qmm.ops.product import plus, transposed
 from jax_qmm.ops.scaled_mm import scaled_mm_p
 from jax_qmm.qarray import QArray
+from jax_qmm.reference.activation import NONE
 
 
 def unserved(product, lhs, rhs):
@@ -70,6 +71,7 @@ def dot(product, lhs, rhs, bias, static):
         *_compat.align_varying([a.values, b.values, *vectors.values()]),
         names=tuple(vectors),
         num_batch=len(form.batch),
+        activation=NONE,
         out_dtype=product.out_dtype if late_bias is None else jnp.dtype(jnp.float32),
         fast_accum=not _compat.asks_highest_precision(product.precision) and a.values.dtype != jnp.int8,
         # Several columns make one axis, sharded as the first of them; the rest of the sharding comes after.

@@ -7,21 +7,36 @@ import jax
 import jax.numpy as jnp
 
 from jax_qmm import _compat
+from jax_qmm.dtypes import QTYPES
+from jax_qmm.reference import activation as activations
+from jax_qmm.reference.quantize import quantize_static
 
 # What each operand has after its batch dimensions: r the rows of a, n those of b, k what is summed.
-LABELS = {"a": "rk", "b": "nk", "scale_a": "r", "azp": "r", "scale_b": "n", "bias": "n", "azp_adj": "n"}
+LABELS = {
+    "a": "rk",
+    "b": "nk",
+    **dict.fromkeys(("scale_a", "azp", "sums_a"), "r"),
+    **dict.fromkeys(("scale_b", "bias", "azp_adj", "azp_b"), "n"),
+    **dict.fromkeys(("out_scale", "out_zero_point"), ""),
+}
 
 
-def scaled_mm(a, b, *, num_batch=0, out_dtype, **vectors):
-    """`scale_a * scale_b * (a @ b.T - azp * azp_adj) + bias`, each step rounded as the kernels round it.
+def scaled_mm(a, b, *, num_batch=0, out_dtype, activation=activations.NONE, **vectors):
+    """`activation(scale_a * scale_b * (a @ b.T - azp * azp_adj - sums_a * azp_b) + bias)`.
+
+    Each step is rounded as the kernels round it.
 
     Args:
       a: `(*B, *R, K)` int8 or float8_e4m3fn, B the first `num_batch` dimensions, R at least one.
       b: `(*B, N, K)` of the same dtype. A dimension of B may be 1 in any operand.
       num_batch: the length of B.
-      out_dtype: bfloat16, float16 or float32, or int32 for the exact sums of int8.
-      **vectors: `scale_a` and `azp` `(*B, *R)` or with every dimension of R 1; `scale_b`, `bias` and
-        `azp_adj` `(*B, N)` or `(*B, 1)`. Each may be absent; an azp without azp_adj has no effect.
+      out_dtype: bfloat16, float16 or float32; int8 or float8_e4m3fn, which need `out_scale`; or int32 for the exact
+        sums of int8.
+      activation: an `Activation`.
+      **vectors: `scale_a`, `azp` and `sums_a` (the row sums of a less its zero point) `(*B, *R)` or with every
+        dimension of R 1; `scale_b`, `bias`, `azp_adj` (the row sums of b) and `azp_b` `(*B, N)` or `(*B, 1)`;
+        `out_scale` and `out_zero_point` `B`. Each may be absent; a factor without the other has no effect, but azp_adj
+        alone is the product.
 
     Returns:
       `(*B, *R, N)` of `out_dtype`.
@@ -31,7 +46,8 @@ def scaled_mm(a, b, *, num_batch=0, out_dtype, **vectors):
     >>> scaled_mm(a, b, out_dtype=jnp.float32, **vectors).tolist()
     [[15.5, 28.5]]
     """
-    return epilogue(sums(a, b, num_batch), num_batch=num_batch, out_dtype=out_dtype, **vectors)
+    acc = sums(a, b, num_batch)
+    return epilogue(acc, num_batch=num_batch, out_dtype=out_dtype, activation=activation, **vectors)
 
 
 def sums(a, b, num_batch=0):
@@ -57,14 +73,14 @@ def sums(a, b, num_batch=0):
     return jnp.expand_dims(out, tuple(ones))
 
 
-def epilogue(acc, *, num_batch=0, out_dtype, **vectors):
+def epilogue(acc, *, num_batch=0, out_dtype, activation=activations.NONE, **vectors):
     """The result of `scaled_mm`, given its `sums`."""
-    acc = subtract_zero_point(acc, num_batch, vectors)
+    acc = subtract_zero_points(acc, num_batch, vectors)
     if out_dtype == jnp.int32:
         return acc
+    along = lambda name: along_output(vectors[name], name, acc.ndim, num_batch) if name in vectors else None
     scale_a, scale_b, bias = (
-        along_output(vectors[name], name, acc.ndim, num_batch).astype(jnp.float32) if name in vectors else None
-        for name in ("scale_a", "scale_b", "bias")
+        None if vector is None else vector.astype(jnp.float32) for vector in map(along, ("scale_a", "scale_b", "bias"))
     )
     out = acc.astype(jnp.float32)
     if scale_b is not None:
@@ -75,22 +91,24 @@ def epilogue(acc, *, num_batch=0, out_dtype, **vectors):
     elif scale_a is not None:
         out = scale_a * out
     # The CPU backend merges a product with a sum that uses it, which skips a rounding; a selection stops it.
-    return jnp.where(jnp.isnan(out), jnp.nan, out).astype(out_dtype)
+    out = activations.activate(jnp.where(jnp.isnan(out), jnp.nan, out), activation)
+    if out_dtype in QTYPES:
+        return quantize_static(out, along("out_scale"), along("out_zero_point"), out_dtype)
+    return out.astype(out_dtype)
 
 
-def subtract_zero_point(acc, num_batch, vectors):
-    """`acc - azp * azp_adj` in int32 with wrap-around."""
-    if "azp_adj" not in vectors:
-        return acc
-    correction = along_output(vectors["azp_adj"], "azp_adj", acc.ndim, num_batch)
-    if "azp" in vectors:
-        correction = along_output(vectors["azp"], "azp", acc.ndim, num_batch) * correction
-    return acc - correction
+def subtract_zero_points(acc, num_batch, vectors):
+    """`acc - azp * azp_adj - sums_a * azp_b` in int32 with wrap-around."""
+    along = lambda name: along_output(vectors[name], name, acc.ndim, num_batch)
+    if "azp_adj" in vectors:
+        acc = acc - (along("azp") * along("azp_adj") if "azp" in vectors else along("azp_adj"))
+    return acc - along("sums_a") * along("azp_b") if "azp_b" in vectors else acc
 
 
 def along_output(vector, name, ndim, num_batch):
     """A vector of `scaled_mm` with 1 on the dimensions of the output that it does not run along."""
-    return jnp.expand_dims(vector, -1 if LABELS[name] == "r" else tuple(range(num_batch, ndim - 1)))
+    missing = {"r": (ndim - 1,), "n": range(num_batch, ndim - 1), "": range(num_batch, ndim)}[LABELS[name]]
+    return jnp.expand_dims(vector, tuple(missing))
 
 
 def _fused_multiply_add(x, y, z):

@@ -21,7 +21,7 @@ from jax_qmm.ops import dispatch
 @pytest.fixture(scope="session")
 def oracle():
     """scaled_mm and its steps."""
-    return types.SimpleNamespace(scaled_mm=scaled_mm, sums=sums, epilogue=epilogue)
+    return types.SimpleNamespace(scaled_mm=scaled_mm, sums=sums, epilogue=epilogue, activated=activated)
 
 
 def scaled_mm(a, b, *args, **kwargs):
@@ -34,16 +34,52 @@ def sums(a, b):
     return acc.astype(np.int64).astype(np.int32) if a.dtype == np.int8 else acc
 
 
-def epilogue(acc, scale_a, scale_b, bias=None, *, azp=1, azp_adj=0, out_dtype=np.float32):
-    """Takes scale_a and azp as `()` or `(..., M)`, scale_b, bias and azp_adj as `()` or `(N,)`."""
+def epilogue(
+    acc,
+    scale_a,
+    scale_b,
+    bias=None,
+    *,
+    azp=1,
+    azp_adj=0,
+    sums_a=0,
+    azp_b=0,
+    activation=None,
+    out_scale=None,
+    out_zero_point=0,
+    out_dtype=np.float32,
+):
+    """Takes scale_a, azp and sums_a as `()` or `(..., M)`, scale_b, bias, azp_adj and azp_b as `()` or `(N,)`."""
     column = lambda v: np.asarray(v)[..., None]
     with np.errstate(all="ignore"):
         if acc.dtype == np.int32:
             correction = column(azp).astype(np.int64) * np.asarray(azp_adj)
+            correction = correction + column(sums_a).astype(np.int64) * np.asarray(azp_b)
             acc = (acc - correction).astype(np.int32)
         out = np.asarray(scale_b, np.float32) * acc.astype(np.float32)
         scale_a = column(scale_a).astype(np.float32)
-        return (scale_a * out if bias is None else fma(scale_a, out, bias)).astype(out_dtype)
+        out = activated(scale_a * out if bias is None else fma(scale_a, out, bias), activation)
+        return out.astype(out_dtype) if out_scale is None else quantized(out, out_scale, out_zero_point, out_dtype)
+
+
+def activated(y, activation):
+    """gelu and silu of float32 in float64, rounded once: near what scaled_mm gives, and clamps exactly."""
+    if activation is None:
+        return y
+    low, high = {"relu": (0, np.inf), "relu6": (0, 6), "gelu": (0, 0), "silu": (0, 0)}.get(activation, activation)
+    if not isinstance(activation, str) or activation.startswith("relu"):
+        return np.where(y < np.float32(low), np.float32(low), np.where(y > np.float32(high), np.float32(high), y))
+    y = y.astype(np.float64)
+    gelu = activation == "gelu"
+    return (0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3) if gelu else y / 2))).astype(np.float32)
+
+
+def quantized(y, scale, zero_point, dtype):
+    """8 bits of float32: NaN becomes 0 in int8."""
+    scaled = (y / np.float32(scale)).astype(np.float32)
+    if dtype != np.int8:
+        return np.clip(scaled, -448, 448).astype(dtype)
+    return np.nan_to_num(np.clip(np.rint(scaled).astype(np.float64) + zero_point, -128, 127)).astype(np.int8)
 
 
 def fma(x, y, z):

@@ -66,27 +66,12 @@ def ab():
     return matrix(rng, (8, 32), np.int8), matrix(rng, (6, 32), np.int8)
 
 
-def test_zero_points_undo_a_shift(ab):
-    a, b = ab
-    shift = np.arange(8, dtype=np.int32) - 4
-    shifted = (a // 2 + shift[:, None]).astype(np.int8)
-    want = jax_qmm.scaled_mm(a // 2, b, 0.5, 0.25)
-    adj = jax_qmm.azp_adjustment(b)
-    assert_same(jax_qmm.scaled_mm_azp_per_token(shifted, b, 0.5, 0.25, adj, shift), np.asarray(want))
-    assert_same(jax_qmm.scaled_mm_azp(a // 2 + np.int8(5), b, 0.5, 0.25, 5 * adj), np.asarray(want))
-
-
 def test_a_sum_with_the_result_does_not_skip_its_rounding(ab, oracle):
     a, b = ab
     scales = np.float32(0.1), np.float32(0.3)
     f = jax.jit(lambda x, *operands: jax_qmm.scaled_mm(*operands, out_dtype=jnp.float32) - x)
     rest = f(oracle.scaled_mm(a, b, *scales), a, b, *scales)
     assert not np.any(rest)
-
-
-def test_azp_adjustment_sums_rows():
-    b = np.full((3, 70000), -128, np.int8)
-    np.testing.assert_array_equal(jax_qmm.azp_adjustment(b), np.full(3, -128 * 70000, np.int32))
 
 
 def test_raw_sums_wrap_at_the_extremes():
@@ -98,12 +83,6 @@ def test_raw_sums_wrap_at_the_extremes():
     b[0, 0] = 127
     want = np.array([[2**31 - 128 * 255, -128 * 127 * 131072]] * 2).astype(np.int32)
     assert_same(jax_qmm.scaled_mm(a, b, 1.0, np.ones((1, 1)), out_dtype="int32"), want)
-
-
-def test_zero_points_wrap_in_int32():
-    a, b = np.full((1, 4), -128, np.int8), np.ones((1, 4), np.int8)
-    got = jax_qmm.scaled_mm_azp(a, b, 1.0, 1.0, np.int32([2**31 - 1]), out_dtype=jnp.float32)
-    assert got == np.float32(-512 - (2**31 - 1) + 2**32)
 
 
 def test_empty_dimensions(ab):
@@ -212,51 +191,6 @@ def test_bad_arguments_are_named(ab, change, error, message):
     arguments = dict(a=ab[0], b=ab[1], scale_a=ONE, scale_b=ONE) | change
     with pytest.raises(error, match=message):
         jax_qmm.scaled_mm(**arguments)
-
-
-F8 = dict(a=np.zeros((8, 32), E4M3), b=np.zeros((6, 32), E4M3))
-BAD_AZP = {
-    "float8": (F8, TypeError, "a has dtype float8_e4m3fn; it needs an array of int8"),
-    "adj shape": (
-        dict(adj=np.ones((1, 6), np.int32)),
-        ValueError,
-        r"(azp_adj|azp_with_adj) has shape \(1, 6\).*\(6,\)",
-    ),
-    "adj dtype": (dict(adj=np.ones(6, np.int16)), TypeError, "(azp_adj|azp_with_adj) has dtype int16; .*int32"),
-    "adj range": (dict(adj=np.full(6, 2**31)), ValueError, "(azp_adj|azp_with_adj) is .* out of range of int32"),
-    "adj number": (dict(adj=3), TypeError, "(azp_adj|azp_with_adj) is a int; .*int32"),
-    "sums": (dict(out_dtype=jnp.int32), ValueError, "out_dtype is int32, which only scaled_mm has"),
-}
-
-
-@pytest.mark.parametrize("change, error, message", BAD_AZP.values(), ids=BAD_AZP)
-@pytest.mark.parametrize("per_token", [False, True])
-def test_bad_zero_points_are_named(ab, per_token, change, error, message):
-    arguments = dict(a=ab[0], b=ab[1], scale_a=ONE, scale_b=ONE, adj=np.ones(6, np.int32)) | change
-    adj = arguments.pop("adj")
-    with pytest.raises(error, match=message):
-        if per_token:
-            jax_qmm.scaled_mm_azp_per_token(**arguments, azp_adj=adj, azp=np.int32(1))
-        else:
-            jax_qmm.scaled_mm_azp(**arguments, azp_with_adj=adj)
-
-
-@pytest.mark.parametrize(
-    "azp, error, message",
-    [
-        (np.ones(6, np.int32), ValueError, r"azp has shape \(6,\).*\(8,\), \(8, 1\)"),
-        (np.ones(8, np.int8), TypeError, "azp has dtype int8; .*int32"),
-    ],
-)
-def test_bad_azp_is_named(ab, azp, error, message):
-    with pytest.raises(error, match=message):
-        jax_qmm.scaled_mm_azp_per_token(*ab, 1.0, 1.0, np.ones(6, np.int32), azp)
-
-
-@pytest.mark.parametrize("b, error", [(np.ones((2, 2)), TypeError), (np.ones(3, np.int8), ValueError)])
-def test_azp_adjustment_checks_its_argument(b, error):
-    with pytest.raises(error, match="b has"):
-        jax_qmm.azp_adjustment(b)
 
 
 def test_errors_come_at_trace_time():

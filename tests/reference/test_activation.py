@@ -1,0 +1,47 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_qmm.reference.activation import NAMED, Activation, activate, derivative
+
+LARGE = 10.0 ** np.arange(-37, 38.5, 0.25)
+Y = np.concatenate([np.linspace(-120, 120, 400001), LARGE, -LARGE]).astype(np.float32)
+
+
+def exact(y, name):
+    with np.errstate(over="ignore"):
+        return y / (1 + np.exp(-y if name == "silu" else -2 * np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+def test_smooth_activations_are_within_the_bound(name):
+    got = np.asarray(jax.jit(activate, static_argnums=1)(Y, NAMED[name]), np.float64)
+    y = Y.astype(np.float64)
+    assert np.all(np.abs(got - exact(y, name)) <= 2.0**-20 * np.abs(y))
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+def test_derivatives(name):
+    got = np.asarray(jax.jit(derivative, static_argnums=1)(Y, NAMED[name]), np.float64)
+    step = 1e-6
+    near = np.abs(Y) < 100
+    y = Y[near].astype(np.float64)
+    want = (exact(y + step, name) - exact(y - step, name)) / (2 * step)
+    # A few float32 roundings of factors below 4; the differences are off by 1e-12 and by what 2**-53 y / step is.
+    np.testing.assert_allclose(got[near], want, rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(got[~near], Y[~near] > 0)
+
+
+def test_clamps_are_exact_and_keep_nan_and_negative_zero():
+    y = np.float32([-np.inf, -3, -0.0, 0, 5, 7, np.inf, np.nan])
+    relu6 = np.asarray(activate(y, NAMED["relu6"]))
+    np.testing.assert_array_equal(relu6, np.float32([0, 0, 0, 0, 5, 6, 6, np.nan]))
+    assert np.signbit(relu6).tolist()[:4] == [False, False, True, False]
+    np.testing.assert_array_equal(activate(y, Activation("clamp", 5.0, 5.0))[:-1], np.full(7, 5, np.float32))
+    np.testing.assert_array_equal(activate(y, Activation()), y)
+
+
+def test_relu_has_derivative_0_at_0():
+    assert derivative(jnp.float32([-1, -0.0, 0, 1]), NAMED["relu"]).tolist() == [0, 0, 0, 1]
+    assert derivative(jnp.float32([0, 3, 6]), NAMED["relu6"]).tolist() == [0, 1, 0]
