@@ -1,4 +1,4 @@
-"""Checks of the arguments of scaled_mm and its variants; errors name the argument, what it had and needs."""
+"""Checks of the arguments of the ops; errors name the argument, what it had and needs."""
 
 from typing import Any
 
@@ -207,3 +207,44 @@ def raw_sums(a, scale_a, scale_b, zero_points, **absent):
     for name, x in absent.items():
         if x is not None:
             raise ValueError(f"out_dtype int32 gives the unscaled sums: {name} needs to be None")
+
+
+# Of quantize
+
+
+def axes(axis, ndim):
+    """`axis` as sorted axes, not negative."""
+    axes = tuple(range(ndim)) if axis is None else axis if isinstance(axis, (tuple, list)) else (axis,)
+    if not all(isinstance(a, (int, np.integer)) for a in axes):
+        raise TypeError(f"axis is {axis!r}, needs an int, a tuple of ints or None")
+    canonical = tuple(sorted(int(a) % ndim for a in axes))
+    if not axes or not all(-ndim <= a < ndim for a in axes):
+        raise ValueError(f"axis is {axis}, needs at least one axis, each from {-ndim} to {ndim - 1}")
+    if len(set(canonical)) != len(axes):
+        raise ValueError(f"axis is {axis}, which names an axis twice")
+    return canonical
+
+
+def tile_size(tile_size, tiled, shape):
+    """The number of blocks of `tile_size` along the axis `tiled`."""
+    if tiled is None:
+        raise ValueError("tile_size needs a single axis")
+    if not isinstance(tile_size, (int, np.integer)) or tile_size < 1 or shape[tiled] % tile_size != 0:
+        raise ValueError(f"tile_size is {tile_size}, needs a divisor of {shape[tiled]}, the size of axis {tiled}")
+    return shape[tiled] // tile_size
+
+
+def static(name, value, shape):
+    """A static scale or zero point, in `shape`."""
+    if name == "zero_point":
+        value = int32(name, value)
+    else:
+        value = np.float32(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+        value = asarray(name, value)
+        if value.dtype not in (*SCALE_DTYPES, np.dtype(np.float64)):
+            raise TypeError(f"{name} has dtype {value.dtype}, needs {', '.join(map(str, SCALE_DTYPES))}")
+        value = value.astype(jnp.float32)  # with JAX's x64, a scale computed from Python numbers is a float64
+    trailing = shape[len(shape) - value.ndim :] if value.ndim <= len(shape) else None
+    if trailing is None or not all(a == 1 or a == b for a, b in zip(value.shape, trailing)):
+        raise ValueError(f"{name} has shape {value.shape}, needs () or one that broadcasts to {shape}")
+    return jnp.broadcast_to(value, shape)

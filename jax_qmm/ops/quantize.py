@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_qmm import _compat, _extension
-from jax_qmm.dtypes import INT32, SCALE_DTYPES, check_qtype
+from jax_qmm.dtypes import SCALE_DTYPES, check_qtype
 from jax_qmm.ops import checks, dispatch
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.qarray import QArray
@@ -30,6 +30,7 @@ def quantize(
     symmetric: bool = True,
     scale: ArrayLike | None = None,
     zero_point: ArrayLike | None = None,
+    sums: bool = False,
 ) -> QArray:
     """Quantizes `x` to 8 bits: round half to even, saturate.
 
@@ -54,10 +55,13 @@ def quantize(
       scale: static scale, a float array of shape () or broadcastable to the shape of the scale that is
         returned.
       zero_point: static zero point, int, shapes as for `scale`; for int8 and with `scale` only.
+      sums: True adds the sums of the int8 values over the axes that share a scale, the `azp_adj` of the QArray, from
+        the same pass over x. A product with an asymmetric operand needs those of the other one. Not with `tile_size`.
 
     Returns:
       A `QArray` of x's shape and order. Its scale is float32 with x's rank: 1 on the shared axes, the number
-      of blocks on a tiled one. Its zero point is int32 of the same shape, or None when symmetric.
+      of blocks on a tiled one. Its zero point is int32 of the same shape, or None when symmetric, and so are its sums,
+      or None when they are not asked for.
 
     Raises:
       TypeError, ValueError: for an argument that does not fit; the message names it.
@@ -67,14 +71,20 @@ def quantize(
     ([[0, -127], [0, 0]], [1.0])
     >>> quantize(jnp.ones((4, 256)), jnp.float8_e4m3fn, tile_size=128)
     QArray(float8_e4m3fn[4,256], scale=float32[4,2])
+    >>> quantize(jnp.array([[0.5, -127.0], [0.0, 0.0]]), sums=True).azp_adj.tolist()
+    [[-127], [0]]
     """
     x = _check_x(x)
     qtype = check_qtype("qtype", qtype)
-    axes = _check_axis(axis, x.ndim)
-    if not isinstance(symmetric, (bool, np.bool_)):
-        raise TypeError(f"symmetric is {symmetric!r}, needs True or False")
+    axes = checks.axes(axis, x.ndim)
+    for name, flag in (("symmetric", symmetric), ("sums", sums)):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise TypeError(f"{name} is {flag!r}, needs True or False")
     if qtype != jnp.int8 and not (symmetric and zero_point is None):
         raise ValueError(f"{'zero_point' if symmetric else 'symmetric=False'} was given with qtype {qtype}, needs int8")
+    if sums and (qtype != jnp.int8 or tile_size is not None):
+        other = f"qtype {qtype}, needs int8" if qtype != jnp.int8 else f"tile_size {tile_size}, needs None"
+        raise ValueError(f"sums=True was given with {other}")
     if scale is None and zero_point is not None:
         raise ValueError("zero_point was given without scale")
     if scale is not None and zero_point is None and not symmetric:
@@ -83,21 +93,23 @@ def quantize(
     shape = scale_shape = tuple(1 if a in axes else size for a, size in enumerate(x.shape))
     if tile_size is not None:
         tiled: Any = axes[0] if len(axes) == 1 else None
-        count = _check_tile_size(tile_size, tiled, x.shape)
+        count = checks.tile_size(tile_size, tiled, x.shape)
         scale_shape = (*shape[:tiled], count, *shape[tiled + 1 :])
         shape = (*shape[:tiled], count, *shape[tiled:])
         whole, x = x.shape, x.reshape(*x.shape[:tiled], count, tile_size, *x.shape[tiled + 1 :])
         axes = (tiled + 1,)
+    leaves: Any
     if scale is None:
-        out: Any = quantize_dynamic_p.bind(x, qtype=qtype, axes=axes, symmetric=bool(symmetric))
-        qvalue, scale, zero_point = (*out, None)[:3]
+        params = {"qtype": qtype, "axes": axes, "symmetric": bool(symmetric), "sums": bool(sums)}
+        leaves = quantize_dynamic_p.bind(x, **params)
+        leaves = leaves if not symmetric else [*leaves[:2], None, *leaves[2:]]
     else:
-        scale = _check_parameter("scale", scale, scale_shape).reshape(shape)
+        scale = checks.static("scale", scale, scale_shape).reshape(shape)
         if zero_point is not None:
-            zero_point = _check_parameter("zero_point", zero_point, scale_shape).reshape(shape)
+            zero_point = checks.static("zero_point", zero_point, scale_shape).reshape(shape)
         operands = (x, scale) if zero_point is None else (x, scale, zero_point)
-        (qvalue,) = quantize_static_p.bind(*_compat.align_varying(operands), qtype=qtype)
-    leaves: list[Any] = [qvalue, scale, zero_point]
+        qvalue, *rest = quantize_static_p.bind(*_compat.align_varying(operands), qtype=qtype, sums=bool(sums))
+        leaves = [qvalue, scale, zero_point, *rest]
     if tile_size is not None:
         squeeze = lambda leaf: None if leaf is None else jnp.squeeze(leaf, tiled + 1)
         leaves = [leaves[0].reshape(whole), *map(squeeze, leaves[1:])]
@@ -115,43 +127,9 @@ def _check_x(x):
     return x
 
 
-def _check_axis(axis, ndim):
-    axes = tuple(range(ndim)) if axis is None else axis if isinstance(axis, (tuple, list)) else (axis,)
-    if not all(isinstance(a, (int, np.integer)) for a in axes):
-        raise TypeError(f"axis is {axis!r}, needs an int, a tuple of ints or None")
-    canonical = tuple(sorted(int(a) % ndim for a in axes))
-    if not axes or not all(-ndim <= a < ndim for a in axes):
-        raise ValueError(f"axis is {axis}, needs at least one axis, each from {-ndim} to {ndim - 1}")
-    if len(set(canonical)) != len(axes):
-        raise ValueError(f"axis is {axis}, which names an axis twice")
-    return canonical
-
-
-def _check_tile_size(tile_size, tiled, shape):
-    if tiled is None:
-        raise ValueError("tile_size needs a single axis")
-    if not isinstance(tile_size, (int, np.integer)) or tile_size < 1 or shape[tiled] % tile_size != 0:
-        raise ValueError(f"tile_size is {tile_size}, needs a divisor of {shape[tiled]}, the size of axis {tiled}")
-    return shape[tiled] // tile_size
-
-
-def _check_parameter(name, value, shape):
-    if name == "zero_point":
-        value = checks.int32(name, value)
-    else:
-        value = np.float32(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-        value = checks.asarray(name, value)
-        if value.dtype not in (*SCALE_DTYPES, np.dtype(np.float64)):
-            raise TypeError(f"{name} has dtype {value.dtype}, needs {', '.join(map(str, SCALE_DTYPES))}")
-        value = value.astype(jnp.float32)  # with JAX's x64, a scale computed from Python numbers is a float64
-    trailing = shape[len(shape) - value.ndim :] if value.ndim <= len(shape) else None
-    if trailing is None or not all(a == 1 or a == b for a, b in zip(value.shape, trailing)):
-        raise ValueError(f"{name} has shape {value.shape}, needs () or one that broadcasts to {shape}")
-    return jnp.broadcast_to(value, shape)
-
-
 # The primitives: operands x, and for the static one a scale and perhaps a zero point, of x's rank and in each
-# dimension 1 or x's. Parameters: qtype; for the dynamic one also axes (sorted, not negative), symmetric.
+# dimension 1 or x's. Parameters: qtype, sums (one more result, of the shape of the scale); for the dynamic one also
+# axes (sorted, not negative), symmetric.
 
 quantize_dynamic_p = Primitive("quantize_dynamic")
 quantize_static_p = Primitive("quantize_static")
@@ -165,30 +143,39 @@ def _scale_shape(shape, axes):
     return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
 
 
-def _dynamic_abstract(x, *, qtype, axes, symmetric):
+def _shared(scale_shape):
+    return tuple(axis for axis, size in enumerate(scale_shape) if size == 1)
+
+
+def _parameter(x, axes, dtype):
+    """The type of a scale, zero point or sum of x that `axes` share."""
     kept = {}
     if _compat.explicit_mesh(x):
         spec = (None if axis in axes else name for axis, name in enumerate(x.sharding.spec))
         kept = {"sharding": x.sharding.update(spec=PartitionSpec(*spec))}
-    scale = x.update(shape=_scale_shape(x.shape, axes), dtype=jnp.dtype(jnp.float32), weak_type=False, **kept)
-    out = [x.update(dtype=qtype, weak_type=False), scale]
-    return out if symmetric else [*out, scale.update(dtype=INT32)]
+    return x.update(shape=_scale_shape(x.shape, axes), dtype=jnp.dtype(dtype), weak_type=False, **kept)
 
 
-def _static_abstract(x, scale, zero_point=None, *, qtype):
-    return [x.update(dtype=qtype, weak_type=False)]
+def _dynamic_abstract(x, *, qtype, axes, symmetric, sums):
+    integers = [_parameter(x, axes, jnp.int32)] * ((not symmetric) + sums)
+    return [x.update(dtype=qtype, weak_type=False), _parameter(x, axes, jnp.float32), *integers]
+
+
+def _static_abstract(x, scale, zero_point=None, *, qtype, sums):
+    return [x.update(dtype=qtype, weak_type=False)] + [_parameter(x, _shared(scale.shape), jnp.int32)] * sums
 
 
 # Lowerings
 
 
-def _dynamic_reference(x, *, qtype, axes, symmetric):
+def _dynamic_reference(x, *, qtype, axes, symmetric, sums):
     out = reference.quantize_dynamic(x, qtype, axes, symmetric)
-    return list(out[:2] if symmetric else out)
+    return [*out[: 2 if symmetric else 3], *([reference.sums(out[0], axes)] if sums else [])]
 
 
-def _static_reference(x, scale, zero_point=None, *, qtype):
-    return [reference.quantize_static(x, scale, zero_point, qtype)]
+def _static_reference(x, scale, zero_point=None, *, qtype, sums):
+    qvalue = reference.quantize_static(x, scale, zero_point, qtype)
+    return [qvalue, *([reference.sums(qvalue, _shared(scale.shape))] if sums else [])]
 
 
 def _rows_and_columns(shape, scale_shape, dynamic):
@@ -225,9 +212,9 @@ def _static_unserved(platform, devices, operands, **params):
     return _unserved(platform, devices, x.shape, scale.shape, dynamic=False)
 
 
-def _dynamic_kernel(x, *, qtype, axes, symmetric):
+def _dynamic_kernel(x, *, qtype, axes, symmetric, sums):
     if 0 in x.shape:  # nothing to launch a kernel for
-        return _dynamic_reference(x, qtype=qtype, axes=axes, symmetric=symmetric)
+        return _dynamic_reference(x, qtype=qtype, axes=axes, symmetric=symmetric, sums=sums)
     scale_shape = _scale_shape(x.shape, axes)
     layout = _rows_and_columns(x.shape, scale_shape, dynamic=True)
     column = functools.partial(jax.ShapeDtypeStruct, (math.prod(scale_shape), 1))
@@ -235,37 +222,40 @@ def _dynamic_kernel(x, *, qtype, axes, symmetric):
     results = [jax.ShapeDtypeStruct(layout, qtype), column(jnp.float32), workspace]
     call = jax.ffi.ffi_call("jax_qmm_quantize_dynamic", results if symmetric else [*results, column(jnp.int32)])
     qvalue, scale, _, *zero_point = call(x.reshape(layout))
-    return [qvalue.reshape(x.shape), *(parameter.reshape(scale_shape) for parameter in (scale, *zero_point))]
+    qvalue = qvalue.reshape(x.shape)
+    rest = [reference.sums(qvalue, axes)] if sums else []
+    return [qvalue, *(parameter.reshape(scale_shape) for parameter in (scale, *zero_point)), *rest]
 
 
-def _static_kernel(x, *parameters, qtype):
+def _static_kernel(x, *parameters, qtype, sums):
     if 0 in x.shape:
-        return _static_reference(x, *parameters, qtype=qtype)
+        return _static_reference(x, *parameters, qtype=qtype, sums=sums)
     scale_shape = parameters[0].shape
     layout: Any = _rows_and_columns(x.shape, scale_shape, dynamic=False)
     varies = [axis for axis, size in enumerate(scale_shape) if size != 1]
     per_row = x.shape[: varies[-1] + 1] + (1,) * (x.ndim - varies[-1] - 1) if varies else scale_shape
     as_column = lambda parameter: jnp.broadcast_to(parameter, per_row).reshape(layout[0] if varies else 1, 1)
     call = jax.ffi.ffi_call("jax_qmm_quantize_static", jax.ShapeDtypeStruct(layout, qtype))
-    return [call(x.reshape(layout), *map(as_column, parameters)).reshape(x.shape)]
+    qvalue = call(x.reshape(layout), *map(as_column, parameters)).reshape(x.shape)
+    return [qvalue, *([reference.sums(qvalue, _shared(scale_shape))] if sums else [])]
 
 
-def _describe(kind, x, axes):
+def _describe(kind, x, axes, sums):
     granularity = "per tensor" if len(axes) == x.ndim else "per row" if x.ndim - 1 in axes else "per column"
-    return f"quantize ({kind}, {granularity})", [x]
+    return f"quantize ({kind}, {granularity}{', sums' if sums else ''})", [x]
 
 
-def _dynamic_describe(operands, results, *, axes, **params):
-    return _describe("dynamic", *operands, axes)
+def _dynamic_describe(operands, results, *, axes, sums, **params):
+    return _describe("dynamic", *operands, axes, sums)
 
 
-def _static_describe(operands, results, **params):
+def _static_describe(operands, results, *, sums, **params):
     x, scale, *_ = operands
-    return _describe("static", x, [axis for axis, size in enumerate(scale.shape) if size == 1])
+    return _describe("static", x, _shared(scale.shape), sums)
 
 
-def _choice(operands, results, **params):
-    return "kernel"
+def _choice(operands, results, *, sums, **params):
+    return "kernel, and XLA for the sums" if sums else "kernel"
 
 
 # Batching
@@ -277,11 +267,13 @@ def _dynamic_batched(operands, dims, *, axes, **params):
     return out, (0,) * len(out)
 
 
-def _static_batched(operands, dims, *, qtype):
+def _static_batched(operands, dims, *, sums, **params):
     (size,) = {x.shape[dim] for x, dim in zip(operands, dims) if dim is not None}
     operands = [x[None] if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims)]
-    operands[0] = jnp.broadcast_to(operands[0], (size, *operands[0].shape[1:]))
-    return quantize_static_p.bind(*operands, qtype=qtype), (0,)
+    for i in range(len(operands) if sums else 1):  # sums are over the axes of which a scale has 1
+        operands[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape[1:]))
+    out = quantize_static_p.bind(*operands, sums=sums, **params)
+    return out, (0,) * len(out)
 
 
 # Differentiation: none, and not silently
@@ -300,14 +292,10 @@ def _no_derivative(primitive):
     return jvp
 
 
-# Sharding: scales shared over a sharded axis come from one all-reduce of the extrema
+# Sharding: scales shared over a sharded axis come from one all-reduce of the extrema, and sums from one more
 
 
-def _factors(shape):
-    return [f"d{axis}" for axis in range(len(shape))]
-
-
-def _dynamic_partitioned(run, shapes, *, qtype, axes, symmetric):
+def _dynamic_partitioned(run, shapes, *, qtype, axes, symmetric, sums):
     (shape,) = shapes
     dynamic = functools.partial(run, DYNAMIC, qtype=qtype, symmetric=symmetric)
 
@@ -316,23 +304,40 @@ def _dynamic_partitioned(run, shapes, *, qtype, axes, symmetric):
             # One all-reduce. Then the scale is that of the extrema quantized, so that it is divided as unsharded.
             bits = jax.lax.pmax(jnp.stack(reference.extrema(x, axes, symmetric), -1), mesh_axes)
             extrema = jax.lax.bitcast_convert_type(bits, jnp.float32) * jnp.float32([1] if symmetric else [-1, 1])
-            _, *parameters = dynamic(extrema, axes=(x.ndim,))
+            _, *parameters = dynamic(extrema, axes=(x.ndim,), sums=False)
             parameters = [jnp.squeeze(parameter, -1) for parameter in parameters]
-            return run(STATIC, x, *parameters, qtype=qtype) + parameters
+            qvalue, *rest = run(STATIC, x, *parameters, qtype=qtype, sums=sums)
+            return [qvalue, *parameters, *jax.lax.psum(rest, mesh_axes)]
 
         return local
 
-    factors = _factors(shape)
-    over = tuple(factors[axis] for axis in axes)
-    scale = [f"scale{axis}" if axis in axes else factor for axis, factor in enumerate(factors)]
-    results = [factors, scale] if symmetric else [factors, scale, scale]
-    whole = functools.partial(dynamic, axes=axes)
+    factors, over, parameter = _parameter_factors(shape, axes)
+    results = [factors, parameter, *[parameter] * ((not symmetric) + sums)]
+    whole = functools.partial(dynamic, axes=axes, sums=sums)
     return partitioned(whole, [factors], results, shapes, over=over, across=across)
 
 
-def _static_partitioned(run, shapes, *, qtype):
-    factors = _factors(shapes[0])
-    return partitioned(functools.partial(run, STATIC, qtype=qtype), [factors] * len(shapes), [factors], shapes)
+def _static_partitioned(run, shapes, *, qtype, sums):
+    static = functools.partial(run, STATIC, qtype=qtype, sums=sums)
+    factors, over, parameter = _parameter_factors(shapes[0], _shared(shapes[1]))
+    if not sums:
+        return partitioned(static, [factors] * len(shapes), [factors], shapes)
+
+    def across(mesh_axes):
+        def local(*operands):
+            qvalue, partial = static(*operands)
+            return [qvalue, jax.lax.psum(partial, mesh_axes)]
+
+        return local
+
+    return partitioned(static, [factors] * len(shapes), [factors, parameter], shapes, over=over, across=across)
+
+
+def _parameter_factors(shape, axes):
+    """The factors of x, those that `axes` reduce, and those of a scale, zero point or sum."""
+    factors = [f"d{axis}" for axis in range(len(shape))]
+    over = tuple(factors[axis] for axis in axes)
+    return factors, over, [f"scale{axis}" if axis in axes else factor for axis, factor in enumerate(factors)]
 
 
 # Registration

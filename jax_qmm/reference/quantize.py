@@ -80,6 +80,15 @@ def quantize_static(x, scale, zero_point, qtype):
     return jnp.where(jnp.isnan(rounded), 0, jnp.clip(rounded, -128, 127)).astype(qtype)
 
 
+def sums(qvalue, axes):
+    """The sums of int8 values over `axes`, int32, with 1 on these.
+
+    >>> sums(jnp.int8([[-128, 127]]), (1,)).tolist()
+    [[-1]]
+    """
+    return jnp.sum(qvalue, axis=axes, dtype=jnp.int32, keepdims=True)
+
+
 def dequantize(qvalue, scale, zero_point=None, dtype=None):
     """`(qvalue - zero_point) * scale`, computed in float32 and cast to `dtype` (default: the scale's).
 
