@@ -18,13 +18,15 @@ from jax_qmm.qarray import QArray
 class W8A8:
     """8-bit weights times 8-bit activations, both of the same type.
 
-    Weights get one scale per output channel. Activations are quantized inside the product: with scales
-    computed from the data, or static ones where `activation_scale` is given.
+    Weights get one scale per output channel, and a zero point where they are not symmetric. Activations are quantized
+    inside the product: with scales computed from the data, or static ones where `activation_scale` is given.
 
     Args:
       dtype: `jnp.int8` or `jnp.float8_e4m3fn`.
       activation: "per_token" (one scale per row) or "per_tensor".
       symmetric: False gives activations a zero point too; int8 only.
+      weight_symmetric: False gives weights a zero point per output channel; int8 only. It helps weights that are far
+        from centered, and costs the sum of each row of the activations, which the quantizer takes along.
       activation_scale: static scale, a float or a float array of shape (), for instance from a calibration.
         Also inside a transformation: the scheme may hold a tracer.
       activation_zero_point: static zero point, an int or an integer array of shape (); needed with a static
@@ -37,11 +39,14 @@ class W8A8:
     W8A8(int8, per_token)
     >>> W8A8("int8", symmetric=False, activation_scale=0.1, activation_zero_point=-3)
     W8A8(int8, per_tensor static, asymmetric)
+    >>> W8A8(weight_symmetric=False)
+    W8A8(int8, per_token, weights asymmetric)
     """
 
     dtype: Any = jnp.int8
     activation: str = "per_token"
     symmetric: bool = True
+    weight_symmetric: bool = True
     activation_scale: Any = None
     activation_zero_point: Any = None
 
@@ -49,10 +54,11 @@ class W8A8:
         object.__setattr__(self, "dtype", check_qtype("dtype", self.dtype))
         if self.activation not in ("per_token", "per_tensor"):
             raise ValueError(f"activation is {self.activation!r}, needs 'per_token' or 'per_tensor'")
-        if not isinstance(self.symmetric, (bool, np.bool_)):
-            raise TypeError(f"symmetric is {self.symmetric!r}, needs True or False")
-        if not self.symmetric and self.dtype != jnp.int8:
-            raise ValueError(f"symmetric=False was given with dtype {self.dtype}, needs int8")
+        for name, flag in (("symmetric", self.symmetric), ("weight_symmetric", self.weight_symmetric)):
+            if not isinstance(flag, (bool, np.bool_)):
+                raise TypeError(f"{name} is {flag!r}, needs True or False")
+            if not flag and self.dtype != jnp.int8:
+                raise ValueError(f"{name}=False was given with dtype {self.dtype}, needs int8")
         _check_scalar("activation_scale", self.activation_scale, jnp.floating)
         _check_scalar("activation_zero_point", self.activation_zero_point, jnp.integer)
         if self.activation_scale is None and self.activation_zero_point is not None:
@@ -65,7 +71,8 @@ class W8A8:
 
     def __str__(self):
         activation = self.activation if self.activation_scale is None else "per_tensor static"
-        return f"{self.dtype}, {activation}{'' if self.symmetric else ', asymmetric'}"
+        weights = "" if self.weight_symmetric else ", weights asymmetric"
+        return f"{self.dtype}, {activation}{'' if self.symmetric else ', asymmetric'}{weights}"
 
     def __repr__(self):
         return f"W8A8({self})"
@@ -87,16 +94,22 @@ class W8A8:
         n = kernel.ndim
         last = [axis % n for axis in contracted]
         order = [axis for axis in range(n) if axis not in last] + last
-        q = quantize(kernel.transpose(order), self.dtype, axis=tuple(range(n - len(last), n)))
-        q = q.transpose([order.index(axis) for axis in range(n)])
-        return q if self.symmetric else q.with_azp_adj(tuple(last))
+        q = quantize(
+            kernel.transpose(order),
+            self.dtype,
+            axis=tuple(range(n - len(last), n)),
+            symmetric=self.weight_symmetric,
+            sums=not self.symmetric,
+        )
+        return q.transpose([order.index(axis) for axis in range(n)])
 
-    def quantize_activation(self, x: jax.Array, n: int) -> QArray:
+    def quantize_activation(self, x: jax.Array, n: int, sums: bool = False) -> QArray:
         """Quantizes the input of a product that contracts its last `n` axes.
 
         Args:
           x: float array of rank `n` or more.
           n: number of contracted axes.
+          sums: True adds the sums over these axes, for a weight with zero points.
 
         Returns:
           A `QArray` of the shape of `x`, with the static scale if the scheme has one.
@@ -106,15 +119,18 @@ class W8A8:
         >>> W8A8(activation_scale=0.5).quantize_activation(jnp.ones((5, 3, 4)), 2)
         QArray(int8[5,3,4], scale=float32[1,1,1])
         """
-        per_token = self.activation == "per_token" and self.activation_scale is None
-        return quantize(
+        contracted, static = tuple(range(x.ndim - n, x.ndim)), self.activation_scale is not None
+        per_row = sums if static else self.activation == "per_token"  # a static scale for each row, with its sum
+        q = quantize(
             x,
             self.dtype,
-            axis=tuple(range(x.ndim - n, x.ndim)) if per_token else None,
+            axis=contracted if per_row else None,
             symmetric=self.symmetric,
             scale=self.activation_scale,
             zero_point=self.activation_zero_point,
+            sums=sums and per_row,
         )
+        return q if per_row or not sums else q.with_azp_adj(contracted)
 
     @property
     def takes_calibration(self) -> bool:

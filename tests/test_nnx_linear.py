@@ -16,6 +16,7 @@ from jax_qmm.schemes import W8A8, Rule
 SCHEMES = [
     W8A8(),
     W8A8(symmetric=False),
+    W8A8(symmetric=False, weight_symmetric=False),
     W8A8(activation="per_tensor"),
     W8A8("float8_e4m3fn"),
     W8A8(activation_scale=0.02),

@@ -38,6 +38,29 @@ def test_weights_get_a_scale_per_channel_and_are_stored_with_the_contracted_axes
     np.testing.assert_array_equal(q.azp_adj.reshape(2, 5), want.qvalue.sum(-1, dtype=jnp.int32))
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_asymmetric_weights_get_a_zero_point_per_channel(symmetric):
+    kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 5)) + 1, jnp.float32)
+    q = jax_qmm.W8A8(symmetric=symmetric, weight_symmetric=False).quantize_weight(kernel, (-3, -2))
+    want = jax_qmm.quantize(kernel.reshape(2, 12, 5).mT, symmetric=False)
+    np.testing.assert_array_equal(q.qvalue.reshape(2, 5, 12), want.qvalue)
+    np.testing.assert_array_equal(q.zero_point.reshape(2, 5, 1), want.zero_point)
+    assert (q.azp_adj is None) == symmetric  # the sums that zero points of activations need
+    np.testing.assert_allclose(q.dequantize(), kernel, atol=float(q.scale.max()))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("activation", ["per_token", "per_tensor"])
+def test_activations_come_with_their_sums_on_request(activation, static):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
+    scheme = jax_qmm.W8A8(activation=activation, activation_scale=0.05 if static else None)
+    q, plain = scheme.quantize_activation(x, 2, sums=True), scheme.quantize_activation(x, 2)
+    np.testing.assert_array_equal(q.qvalue, plain.qvalue)
+    np.testing.assert_array_equal(q.dequantize(), plain.dequantize())
+    np.testing.assert_array_equal(q.azp_adj, q.qvalue.sum((1, 2), dtype=jnp.int32, keepdims=True))
+    assert plain.azp_adj is None
+
+
 @pytest.mark.parametrize("activation", ["per_token", "per_tensor"])
 def test_activations_are_quantized_as_the_scheme_says(activation):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
@@ -60,6 +83,8 @@ def test_activations_are_quantized_as_the_scheme_says(activation):
         ({"activation": "token"}, ValueError, "activation is 'token', needs 'per_token' or 'per_tensor'"),
         ({"dtype": jnp.float8_e4m3fn, "symmetric": False}, ValueError, "symmetric=False .* needs int8"),
         ({"symmetric": "no"}, TypeError, "symmetric is 'no', needs True or False"),
+        ({"weight_symmetric": 0}, TypeError, "weight_symmetric is 0, needs True or False"),
+        ({"dtype": "fp8", "weight_symmetric": False}, ValueError, "weight_symmetric=False .* needs int8"),
         ({"activation_scale": 1}, TypeError, "activation_scale has dtype int32"),
         ({"activation_scale": [1.0]}, TypeError, r"activation_scale is \[1.0\], needs a number or an array"),
         ({"activation_scale": "0.1"}, TypeError, "activation_scale is '0.1', needs a number or an array"),

@@ -141,12 +141,13 @@ serialization.register_serialization_state(
 
 def _static_to_bytes(static):
     view, scheme, dtype = static
-    return json.dumps([view, str(scheme.dtype), scheme.activation, scheme.symmetric, str(dtype)]).encode()
+    how = [str(scheme.dtype), scheme.activation, scheme.symmetric, scheme.weight_symmetric]
+    return json.dumps([view, *how, str(dtype)]).encode()
 
 
 def _static_from_bytes(data):
-    view, qtype, activation, symmetric, dtype = json.loads(bytes(data))
-    return tuple(view), W8A8(qtype, activation, symmetric), jnp.dtype(dtype)
+    view, *how, dtype = json.loads(bytes(data))
+    return tuple(view), W8A8(*how), jnp.dtype(dtype)
 
 
 jax.export.register_pytree_node_serialization(

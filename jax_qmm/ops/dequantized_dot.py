@@ -19,7 +19,6 @@ REASONS = {
     "two_dtypes": "one operand is int8 and the other float8",
     "blocks": "an operand has several scales within one axis",
     "scales_along_contraction": "scales vary along a contracted axis",
-    "two_zero_points": "both operands have zero points",
 }
 _PREFIX = "jax_qmm_dequantized_dot_"
 

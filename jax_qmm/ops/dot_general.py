@@ -13,8 +13,8 @@ QArrays are constants.
 Results are named "quantized_product" for `jax.checkpoint`: its policy `dots_saveable` sees the products of jax.lax
 alone, and `save_from_both_policies(dots_saveable, save_only_these_names("quantized_product"))` these too.
 
-Products that the kernels cannot compute (scales that vary along a contracted axis, blocks of `tile_size`,
-zero points on both sides, no contracted axis) are computed in floating point from dequantized operands; see
+Products that the kernels cannot compute (scales that vary along a contracted axis, blocks of `tile_size`, no
+contracted axis) are computed in floating point from dequantized operands; see
 `jax_qmm.ops.dequantized_dot` for how `explain` sees this.
 """
 

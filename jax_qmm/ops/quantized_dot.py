@@ -27,10 +27,7 @@ def unserved(product, lhs, rhs):
             return "scales_along_contraction"
     if len({x.qtype for x, _ in quantized}) > 1:
         return "two_dtypes"
-    zero_points = sum(x.zero_point is not None for x, _ in quantized)
-    if product.scheme is not None and not product.scheme.symmetric:
-        zero_points += 1
-    return "two_zero_points" if zero_points == 2 else None
+    return None
 
 
 class _Form(NamedTuple):
@@ -61,8 +58,8 @@ def dot(product, lhs, rhs, bias, static):
     form = _form(product, lhs, rhs)
     sides = (lhs, product.lhs), (rhs, product.rhs)
     (x, x_own), (y, y_own) = sides[::-1] if form.flipped else sides
-    a = _operand(form, _quantized(product, form, x, x_own, static), form.rows)
-    b = _operand(form, _quantized(product, form, y, y_own, static), form.columns, folded=True)
+    a = _operand(form, _quantized(product, form, x, x_own, static, other=y), form.rows)
+    b = _operand(form, _quantized(product, form, y, y_own, static, other=x), form.columns, folded=True)
     vectors = {"scale_a": a.scale, "scale_b": b.scale, **_zero_points(a, b)}
     column_bias, late_bias = (None, None) if bias is None else _split_bias(product, form, bias)
     if column_bias is not None:
@@ -120,13 +117,14 @@ def _arrange(product, lhs_is_stored):
     return orders[0], batch
 
 
-def _quantized(product, form, x, own, static):
+def _quantized(product, form, x, own, static, other):
     """A QArray and its labels; a float operand is quantized with the contracted axes last."""
     if isinstance(x, QArray):
         return x, own
     order = [label for label in (*form.batch, *form.rows, *form.columns, *form.contracted) if label in own]
     x = transposed(x, [own.index(label) for label in order])
-    return product.scheme.with_static(*static).quantize_activation(x, len(form.contracted)), order
+    scheme = product.scheme.with_static(*static)
+    return scheme.quantize_activation(x, len(form.contracted), sums=other.zero_point is not None), order
 
 
 def _operand(form, side, free, folded=False):
@@ -157,9 +155,12 @@ def _operand(form, side, free, folded=False):
 def _zero_points(a, b):
     """The vectors of zero points: that of one side meets the sums of the other, whichever side it is."""
     sums = lambda side: jnp.sum(side.values, -1, dtype=jnp.int32) if side.sums is None else side.sums
-    if a.zero_point is not None:
-        return {"azp": a.zero_point, "azp_adj": sums(b)}
-    return {} if b.zero_point is None else {"azp": sums(a), "azp_adj": b.zero_point}
+    if a.zero_point is None:
+        return {} if b.zero_point is None else {"azp": sums(a), "azp_adj": b.zero_point}
+    vectors = {"azp": a.zero_point, "azp_adj": sums(b)}
+    if b.zero_point is not None:
+        vectors |= {"sums_a": sums(a) - a.values.shape[-1] * a.zero_point, "azp_b": b.zero_point}
+    return vectors
 
 
 def _split_bias(product, form, bias):

@@ -13,7 +13,13 @@ from jax_qmm.qarray import QArray
 from jax_qmm.schemes import W8A8, Rule
 
 ALL = [Rule(".*", W8A8())]
-SCHEMES = [W8A8(), W8A8(symmetric=False), W8A8(activation="per_tensor"), W8A8("float8_e4m3fn")]
+SCHEMES = [
+    W8A8(),
+    W8A8(symmetric=False),
+    W8A8(weight_symmetric=False),
+    W8A8(activation="per_tensor"),
+    W8A8("float8_e4m3fn"),
+]
 
 
 def data(*shape, seed=0):

@@ -32,7 +32,6 @@ def normal(*shape, seed=0):
         ),
         "blocks": lambda: ("mk,nk->mn", normal(5, 8), jax_qmm.quantize(normal(6, 8), tile_size=4)),
         "scales_along_contraction": lambda: ("mk,kn->mn", normal(5, 8), jax_qmm.quantize(normal(8, 6), axis=1)),
-        "two_zero_points": lambda: ("mk,nk->mn", *(jax_qmm.quantize(normal(n, 8), symmetric=False) for n in (5, 6))),
     }.items(),
     ids=REASONS,
 )
