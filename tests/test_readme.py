@@ -20,6 +20,8 @@ def test_the_blocks_run_one_after_the_other(capsys):
         exec(compile(block, "README.md", "exec"), names)
     error, *_ = capsys.readouterr().out.split()
     assert 0.005 < float(error) < 0.015  # "about 0.01"
+    chained, exact = names["step"] * names["mlp"](names["a"]), names["exact"]
+    assert 0.02 < jnp.linalg.norm(chained - exact) / jnp.linalg.norm(exact) < 0.04  # "about 0.03"
     assert names["y"].shape == (4, 64, 512) and names["gradient"].shape == (256, 512)
 
 
