@@ -18,6 +18,9 @@ SCHEMES = {
     "asymmetric": W8A8(symmetric=False),
     "per_tensor": W8A8(activation="per_tensor", symmetric=False),
     "static": W8A8(symmetric=False, activation_scale=0.03, activation_zero_point=-20),
+    "weights": W8A8(weight_symmetric=False),
+    "both": W8A8(symmetric=False, weight_symmetric=False),
+    "both_static": W8A8(symmetric=False, weight_symmetric=False, activation_scale=0.03, activation_zero_point=-20),
     "fp8": W8A8(jnp.float8_e4m3fn),
 }
 schemes = pytest.mark.parametrize("scheme", [pytest.param(scheme, id=name) for name, scheme in SCHEMES.items()])
@@ -45,9 +48,10 @@ def assert_same(got, want, scheme, bound):
         assert (np.abs(got - want) <= bound).all()
 
 
-def quantized_on_cpu(*shape, contracted, qtype):
+def quantized_on_cpu(*shape, contracted, scheme):
+    kernel = normal(*shape, seed=1) + np.float32(0 if scheme.weight_symmetric else 0.5)
     with jax.default_device(jax.devices("cpu")[0]):
-        return W8A8(qtype).quantize_weight(normal(*shape, seed=1), contracted).with_azp_adj(contracted)
+        return scheme.quantize_weight(kernel, contracted).with_azp_adj(contracted)
 
 
 @schemes
@@ -63,7 +67,7 @@ def quantized_on_cpu(*shape, contracted, qtype):
 )
 def test_is_the_reference(both, scheme, equation, x_shape, w_shape, contracted):
     x = normal(*x_shape, dtype=jnp.bfloat16)
-    w = quantized_on_cpu(*w_shape, contracted=contracted, qtype=scheme.dtype)
+    w = quantized_on_cpu(*w_shape, contracted=contracted, scheme=scheme)
     flip = equation.startswith("kn,")
     call = functools.partial(jax_qmm.einsum, equation, preferred_element_type=jnp.bfloat16, scheme=scheme)
     f = lambda x, w: call(w, x) if flip else call(x, w)
@@ -76,7 +80,7 @@ def test_is_the_reference(both, scheme, equation, x_shape, w_shape, contracted):
 @schemes
 def test_in_a_scan_over_stacked_weights(both, scheme):
     x = normal(16, 128, dtype=jnp.bfloat16)
-    stack = quantized_on_cpu(4, 128, 128, contracted=(1,), qtype=scheme.dtype)
+    stack = quantized_on_cpu(4, 128, 128, contracted=(1,), scheme=scheme)
 
     def chain(x, stack):
         layer = lambda x, w: (jax_qmm.matmul(x, w, scheme=scheme, preferred_element_type=x.dtype) * 0.1, None)
@@ -88,14 +92,14 @@ def test_in_a_scan_over_stacked_weights(both, scheme):
 
 
 def test_the_gradient_is_that_of_the_dequantized_product(both):
-    x, w = normal(8, 64), quantized_on_cpu(64, 32, contracted=(0,), qtype=jnp.int8)
+    x, w = normal(8, 64), quantized_on_cpu(64, 32, contracted=(0,), scheme=W8A8())
     got, want = both(jax.grad(lambda x, w: jax_qmm.matmul(x, w, precision="highest").sum()), x, w)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @schemes
 def test_the_compiled_module_calls_both_kernels(scheme):
-    w = quantized_on_cpu(64, 32, contracted=(0,), qtype=scheme.dtype)
+    w = quantized_on_cpu(64, 32, contracted=(0,), scheme=scheme)
     w = jax.device_put(w, jax.devices(_extension.platform())[0])
     f = jax.jit(lambda x: jax_qmm.matmul(x, w, scheme=scheme))
     text = f.lower(jnp.ones((8, 64), jnp.bfloat16)).compile().as_text()
