@@ -178,7 +178,8 @@ def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum, full_epil
         return ""
     _load_tuning()
     on = gpu()
-    problem = kernels.ScaledMmProblem(m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum, full_epilogue)
+    product = (m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum)
+    problem = kernels.ScaledMmProblem(*product, full_epilogue=full_epilogue)
     if (measured := problem.tuned(on)) is not None:
         why = "tuned" if measured == m else f"tuned at M {measured}"
     elif len(problem.choices(on)) == 1:
