@@ -39,7 +39,7 @@ class Extension:
     def scaled_mm_costs_of(self, gpu):
         return gpu.name
 
-    def ScaledMmProblem(self, *product):  # noqa: N802, a class of the extension
+    def ScaledMmProblem(self, *product, full_epilogue=False):  # noqa: N802, a class of the extension
         return Problem(self, Product(*product))
 
     def clear_scaled_mm_tuning(self):
