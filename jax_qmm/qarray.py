@@ -35,7 +35,8 @@ class QArray:
       qvalue: int8 or float8_e4m3fn array of any shape.
       scale: float32, bfloat16 or float16 array of the rank of `qvalue`.
       zero_point: int32 array of the shape of `scale`, or None. int8 only.
-      azp_adj: int32 sums of `qvalue` over some axes, with those axes kept as 1, or None. See `with_azp_adj`.
+      azp_adj: int32 sums of `qvalue` over some axes, with those axes kept as 1, or None: by which a zero point of the
+        other operand shifts a product. `quantize(x, sums=True)` and `with_azp_adj` make them.
 
     Raises:
       TypeError: for a leaf of a dtype not listed above.
@@ -237,7 +238,7 @@ class QArray:
     def with_azp_adj(self, axis: int | Sequence[int]) -> Self:
         """The same array with its sums over `axis` as a leaf.
 
-        Products with asymmetric activations subtract the activation's zero point times these sums. Without
+        Products with an asymmetric operand subtract its zero point times these sums of the other. Without
         the leaf each call adds up the whole weight again: XLA cannot know that an argument of a jitted
         function never changes.
 
