@@ -1,8 +1,8 @@
 """The build backend: scikit-build-core, which runs CMake and fetches its requirements only where kernels are built.
 
 The environment variable JAX_QMM_CUDA_ARCHS names the GPU architectures: "auto" (those of this machine's GPUs, the
-default), a list such as "90a" (several are separated by semicolons), or "none". Without kernels the wheel is pure
-Python, `py3-none-any`.
+default), a list such as "80;90a" (several are separated by semicolons), "all", or "none". Without kernels the wheel is
+pure Python, `py3-none-any`.
 """
 
 import os
@@ -22,7 +22,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-ARCHS = ("90a",)  # for which there are kernels
+ARCHS = ("80", "86", "87", "89", "90a", "100", "103", "120")  # for which there are kernels
 
 REQUIRES = [
     "nanobind>=3.0",
@@ -48,26 +48,40 @@ def archs() -> list[str]:
     wanted = os.environ.get("JAX_QMM_CUDA_ARCHS") or "auto"
     if wanted == "none":
         return []
+    if wanted == "all":
+        return list(ARCHS)
     if wanted == "auto":
-        capabilities = _capabilities()
-        return [arch for arch in ARCHS if arch.rstrip("a") in capabilities]
+        return [arch for arch in ARCHS if arch in {_arch_for(capability) for capability in _capabilities()}]
     named = wanted.split(";")
     if unknown := [arch for arch in named if arch not in ARCHS]:
         raise SystemExit(
             f"JAX_QMM_CUDA_ARCHS is {wanted!r}; jax_qmm has no kernels for {', '.join(map(repr, unknown))}. "
-            f"It takes auto, none, or a list of: {', '.join(ARCHS)}"
+            f"It takes auto, all, none, or a list of: {', '.join(ARCHS)}"
         )
     return list(dict.fromkeys(named))
 
 
+def _arch_for(capability: int) -> str | None:
+    """The architecture to build for GPUs of a compute capability; None where they have no kernels.
+
+    For a GPU that is newer than all of them it is the latest, whose PTX the GPU compiles for itself.
+    """
+    capabilities = {int(arch.rstrip("a")): arch for arch in ARCHS}
+    if capability in capabilities:
+        return capabilities[capability]
+    earlier = [known for known in capabilities if known < capability and not capabilities[known].endswith("a")]
+    return capabilities[max(earlier)] if earlier else None
+
+
 def _capabilities():
-    """The compute capabilities of this machine's GPUs without the point, such as {"90"}."""
+    """The compute capabilities of this machine's GPUs, such as {90} for 9.0."""
     try:
         command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):  # no driver
         return set()
-    return {line.strip().replace(".", "") for line in listed.splitlines()}
+    names = (line.strip().replace(".", "") for line in listed.splitlines())
+    return {int(name) for name in names if name.isdigit()}  # of a GPU that the driver can't ask it says "[N/A]"
 
 
 def _settings(given):

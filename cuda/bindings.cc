@@ -85,15 +85,18 @@ void bind_gpu(nb::module_& m) {
       .def_ro("arch", &Gpu::arch, "Compute capability: 90 is 9.0.")
       .def_ro("copy_rate", &Gpu::copy_rate, "Bytes a second that a copy reads and writes together.")
       .def_ro("peak", &Gpu::peak, "Dense operations on 8 bits a second.")
+      .def_ro("clock", &Gpu::clock, "Of the SMs, in Hz.")
+      .def_ro("shared_memory", &Gpu::shared_memory, "Bytes that a block may have.")
       .def_ro("device", &Gpu::device, "Its CUDA ordinal in this process, or -1.");
   m.def(
       "describe_gpu",
-      [](std::string name, int sm_count, int arch, double copy_rate, double peak, int64_t l2_bytes,
-         std::map<int, int> cluster_sms) {
-        describe_gpu({name, sm_count, arch, copy_rate, peak, l2_bytes, cluster_sms});
+      [](std::string name, int sm_count, int arch, double copy_rate, double peak, int64_t l2_bytes, double clock,
+         int shared_memory, std::map<int, int> cluster_sms) {
+        describe_gpu({name, sm_count, arch, copy_rate, peak, l2_bytes, cluster_sms, clock, shared_memory});
       },
       nb::arg("name"), nb::arg("sm_count"), nb::arg("arch"), nb::arg("copy_rate"), nb::arg("peak"), nb::arg("l2_bytes"),
-      nb::arg("cluster_sms"), "Makes known what GPUs of this name and SM count are like.");
+      nb::arg("clock"), nb::arg("shared_memory"), nb::arg("cluster_sms"),
+      "Makes known what GPUs of this name and SM count are like.");
 }
 
 void bind_scaled_mm(nb::module_& m) {

@@ -21,7 +21,8 @@ def _load() -> tuple[Any, str | None]:
     except ModuleNotFoundError as error:
         if error.name != "jax_qmm._kernels":
             return None, f"the extension failed to load: {error}"
-        return None, "jax_qmm was built without kernels (set JAX_QMM_CUDA_ARCHS=90a and install again)"
+        why = "set JAX_QMM_CUDA_ARCHS, to 80 for an A100 or to 90a for an H100, and install again"
+        return None, f"jax_qmm was built without kernels ({why})"
     except ImportError as error:
         return None, f"the extension failed to load: {error}"
     tuning.describe_gpus(kernels)
@@ -56,8 +57,8 @@ def platform() -> str:
 class _EmulatedGpu:
     """What a CPU device lacks of a GPU of JAX."""
 
-    compute_capability: str = "9.0"
-    core_count: int = 8
+    compute_capability: str
+    core_count: int
     device_kind: str = "emulator"
     local_hardware_id: int = 0
 
@@ -87,7 +88,8 @@ def launches() -> str:
 
 def _gpus():
     if platform() == "cpu":
-        return [_EmulatedGpu()]
+        emulated = _load()[0].Gpu.of_device(0)
+        return [_EmulatedGpu(f"{emulated.arch // 10}.{emulated.arch % 10}", emulated.sm_count)]
     try:
         return jax.devices("cuda")
     except RuntimeError:  # no CUDA backend in this process
@@ -186,8 +188,10 @@ def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum, full_epil
         why = "the only one for this alignment"
     elif (like := kernels.scaled_mm_costs_of(on)) == on.name:
         why = "by the cost model"
-    else:
+    elif like:
         why = f"by the cost model of {like}"
+    else:
+        why = "by the cost model, not measured on this GPU; run tune"
     return f"{kernels.describe_scaled_mm(problem.select(on))} ({why})"
 
 

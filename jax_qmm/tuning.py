@@ -1,11 +1,12 @@
 """What was measured of GPUs: the costs by which kernels are chosen, and the fastest kernels for some products.
 
 A file is of one model of GPU. The package brings some in jax_qmm/tuned, which describe the GPU too; a GPU without
-one gets the costs of another. `python -m jax_qmm tune` writes the user's own, whose products go before the
-package's. A process reads the descriptions and costs when it loads the extension, and the products when it first
-lowers, explains or runs a product on a GPU. Kernels are stored in words, so that the file outlives a build whose
-table has another order. Results of 16 bits have the same kernels: what is tuned for bfloat16 serves float16 too,
-and the other way round; of both, the last one counts.
+one gets the costs of another of its architecture, or where there is none estimates, which need its description
+alone. `python -m jax_qmm tune` writes the user's own, whose products go before the package's. A process reads the
+descriptions and costs when it loads the extension, and the products when it first lowers, explains or runs a
+product on a GPU. Kernels are stored in words, so that the file outlives a build whose table has another order.
+Results of 16 bits have the same kernels: what is tuned for bfloat16 serves float16 too, and the other way round; of
+both, the last one counts.
 """
 
 import json
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 FORMAT = "jax_qmm tuning 1"
 OP = "scaled_mm"  # the only one whose kernels are chosen so
 PACKAGED = Path(__file__).with_name("tuned")
+DATASHEETS = PACKAGED / "gpus.json"  # what the maker says of models that were not measured, and where
 
 
 class Product(NamedTuple):
@@ -102,14 +104,22 @@ def packaged(gpu) -> Path:
     return PACKAGED / f"{gpu.name.lower().replace(' ', '-')}.json"
 
 
+def packaged_files() -> list[Path]:
+    """The files of the package, each of one model of GPU that was measured."""
+    return sorted(path for path in PACKAGED.glob("*.json") if path != DATASHEETS)
+
+
 def choices(kernels, product: Product, gpu) -> dict[str, tuple[int, int]]:
     """The kernels of the extension `kernels` that serve `product` on `gpu`, by their words."""
     return {kernels.describe_scaled_mm(choice): choice for choice in kernels.ScaledMmProblem(*product).choices(gpu)}
 
 
 def describe_gpus(kernels) -> None:
-    """Gives the extension `kernels` the descriptions and costs of the GPUs that the package has files of."""
-    for file in sorted(PACKAGED.glob("*.json")):
+    """Gives the extension `kernels` the descriptions and costs of the GPUs that the package has files of.
+
+    And the descriptions of those in gpus.json, of which nothing was measured.
+    """
+    for file in packaged_files():
         content = _read(file)
         model = content["device_kind"], content["sm_count"]
         described = content["gpu"]
@@ -118,6 +128,15 @@ def describe_gpus(kernels) -> None:
         gpu = kernels.Gpu(*model, described["arch"])
         for cost in load_costs(file):
             kernels.set_scaled_mm_cost(gpu, *cost)
+
+    for known in json.loads(DATASHEETS.read_text(encoding="utf-8"))["gpus"]:
+        # As cuda/core/gpu.cc has it of GPUs that only the driver knows.
+        described = {
+            "copy_rate": 0.9 * known["bandwidth"],
+            "l2_bytes": known["l2"] * 32 // 50,
+            "cluster_sms": {},
+        } | {name: known[name] for name in ("arch", "peak", "clock", "shared_memory")}
+        kernels.describe_gpu(known["device_kind"], known["sm_count"], **described)
 
 
 def h200() -> dict[str, Any]:

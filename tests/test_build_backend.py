@@ -40,7 +40,7 @@ def test_without_kernels_nothing_is_fetched(backend, gpus, monkeypatch, kind):
     requires = getattr(backend, f"get_requires_for_build_{kind}")
     gpus()
     assert requires() == []
-    gpus("8.0", "8.9")
+    gpus("7.0", "7.5", "[N/A]")
     assert requires() == []
     monkeypatch.setenv("JAX_QMM_CUDA_ARCHS", "none")
     gpus("9.0")
@@ -48,9 +48,15 @@ def test_without_kernels_nothing_is_fetched(backend, gpus, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("archs", ["", "auto"])
-def test_a_gpu_that_the_kernels_fit_has_them_built(backend, gpus, monkeypatch, archs):
+def test_gpus_that_the_kernels_fit_have_them_built(backend, gpus, monkeypatch, archs):
     monkeypatch.setenv("JAX_QMM_CUDA_ARCHS", archs)
-    gpus("8.0", "9.0")
+    gpus("9.0", "7.0", "8.0", "9.0")
+    assert backend.archs() == ["80", "90a"]
+    gpus("8.6")
+    assert backend.archs() == ["86"]
+    gpus("12.1", "13.0")  # by the PTX of 12.0
+    assert backend.archs() == ["120"]
+    gpus("9.0")
     assert backend.archs() == ["90a"]
     names = {requirement.partition("=")[0].partition(">")[0] for requirement in backend.get_requires_for_build_wheel()}
     assert {"nanobind", "jaxlib", "nvidia-cutlass", "nvidia-cuda-nvcc"} <= names
@@ -63,10 +69,20 @@ def test_an_own_compiler_is_not_fetched(backend, monkeypatch):
     assert "nanobind" in requires and "nvcc" not in requires
 
 
-@pytest.mark.parametrize("archs", ["banana", "90a;banana", "90"])
+def test_lists_and_all(backend, monkeypatch):
+    monkeypatch.setenv("JAX_QMM_CUDA_ARCHS", "89;80;89")
+    assert backend.archs() == ["89", "80"]
+    monkeypatch.setenv("JAX_QMM_CUDA_ARCHS", "all")
+    assert backend.archs() == list(backend.ARCHS)
+    assert backend._settings(None)["cmake.define.JAX_QMM_CUDA_ARCHS"] == "80;86;87;89;90a;100;103;120"
+
+
+@pytest.mark.parametrize("archs", ["banana", "90a;banana", "90", "75", "80;70", "80 89", "80;all"])
 def test_an_architecture_without_kernels_is_refused_in_words(backend, monkeypatch, archs):
     monkeypatch.setenv("JAX_QMM_CUDA_ARCHS", archs)
-    with pytest.raises(SystemExit, match=f"no kernels for '{archs.split(';')[-1]}'.*auto, none, or a list of: 90a"):
+    with pytest.raises(
+        SystemExit, match=f"no kernels for '{archs.split(';')[-1]}'.*auto, all, none, or a list of: 80, 86"
+    ):
         backend.get_requires_for_build_wheel()
 
 

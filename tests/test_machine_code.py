@@ -51,11 +51,13 @@ def early_loads(code: list[tuple[int, str, str, str]]) -> list[str]:
 
 
 def parse(text: str) -> dict[str, list[tuple[int, str, str, str]]]:
-    """The kernels in what cuobjdump -sass prints, by name."""
-    kernels = {}
+    """The kernels in what cuobjdump -sass prints, by their architecture and name."""
+    kernels, arch = {}, ""
     for line in text.splitlines():
-        if "Function : " in line:
-            code = kernels[line.split("Function : ")[1].strip()] = []
+        if "code for sm_" in line:
+            arch = line.split("code for ")[1].strip()
+        elif "Function : " in line:
+            code = kernels[f"{arch} {line.split('Function : ')[1].strip()}".strip()] = []
         elif match := INSTRUCTION.match(line):
             address, predicate, opcode, operands = match.groups()
             code.append((int(address, 16), predicate or "", opcode, operands))
@@ -87,6 +89,10 @@ def kernels():
 
 
 def test_no_kernel_loads_before_the_results_of_the_kernel_before_it(kernels):
+    """Of those that may start early: see launches_overlap in cuda/core/launch.h."""
+    kernels = {name: code for name, code in kernels.items() if int(re.match(r"sm_(\d+)", name)[1]) >= 90}
+    if not kernels:
+        pytest.skip("this build has no machine code for Hopper or later")
     assert all(any(opcode == "ACQBULK" for _, _, opcode, _ in code) for code in kernels.values())
     early = {name: loads for name, code in kernels.items() if (loads := early_loads(code))}
     assert not early

@@ -199,7 +199,7 @@ def test_the_users_file_goes_before_the_packages(kernels, file, monkeypatch, tmp
     assert kernels.tuned == {}
 
 
-PACKAGED = sorted(tuning.PACKAGED.glob("*.json"))
+PACKAGED = tuning.packaged_files()
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_every_kernel_of_the_table_has_a_cost_on_the_h200(extension, h200):
 
 
 def test_a_gpu_without_a_file_gets_the_costs_of_its_architecture(extension, h200):
-    fewer = extension.Gpu("NVIDIA H100 PCIe", 114, 90)
+    fewer = extension.Gpu("NVIDIA H100 NVL", 114, 90)
     assert extension.scaled_mm_costs_of(h200) == extension.scaled_mm_costs_of(fewer) == "NVIDIA H200"
     assert fewer.copy_rate == pytest.approx(h200.copy_rate * 114 / 132)
     problem = extension.ScaledMmProblem(4096, 4096, 4096, 1, "int8", "bfloat16", False)
@@ -249,8 +249,8 @@ def test_a_gpu_without_a_file_gets_the_costs_of_its_architecture(extension, h200
     (choice,) = (choice for choice in problem.choices(h200) if extension.describe_scaled_mm(choice) == kernel)
     assert problem.terms(choice, h200)[0] == 8  # rounds of 132, of 32 x 32 tiles
     assert problem.terms(choice, fewer)[0] == 9
-    with pytest.raises(ValueError, match="no GPU of compute capability 80 is described"):
-        extension.Gpu("NVIDIA A100", 108, 80)
+    with pytest.raises(ValueError, match="no GPU of compute capability 70 is described"):
+        extension.Gpu("Tesla V100", 80, 70)
 
 
 @pytest.mark.parametrize(("n", "k", "batch"), [(4096, 4096, 1), (57344, 8192, 1), (128, 64, 3), (4096, 4096, 1024)])
@@ -367,3 +367,6 @@ def test_a_kernel_is_described_with_why_it_was_chosen(process, file, monkeypatch
 def test_costs_of_another_gpu_are_said(process, file, monkeypatch):
     monkeypatch.setattr(process, "scaled_mm_costs_of", lambda gpu: "NVIDIA H100", raising=False)
     assert _extension.describe_scaled_mm(17, *INT8[1:]) == "generic (by the cost model of NVIDIA H100)"
+    monkeypatch.setattr(process, "scaled_mm_costs_of", lambda gpu: "", raising=False)
+    said = "generic (by the cost model, not measured on this GPU; run tune)"
+    assert _extension.describe_scaled_mm(17, *INT8[1:]) == said

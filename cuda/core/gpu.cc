@@ -18,18 +18,43 @@ Gpu const* find_described(std::pair<std::string, int> const& model) {
   return nullptr;
 }
 
+Gpu const* first_of_arch(int arch) {
+  for (Gpu const& gpu : described) {
+    if (gpu.arch == arch) return &gpu;
+  }
+  return nullptr;
+}
+
+void scale_clusters(Gpu& gpu, Gpu const& like) {
+  for (auto const& [blocks, sms] : like.cluster_sms) gpu.cluster_sms[blocks] = sms * gpu.sm_count / like.sm_count;
+}
+
 // Like the first described GPU of the same architecture, with as much of everything for each SM.
 bool scale(Gpu& gpu) {
-  for (Gpu const& like : described) {
-    if (like.arch != gpu.arch) continue;
-    double const part = double(gpu.sm_count) / like.sm_count;
-    gpu.copy_rate = like.copy_rate * part;
-    gpu.peak = like.peak * part;
-    gpu.l2_bytes = int64_t(like.l2_bytes * part);
-    for (auto const& [blocks, sms] : like.cluster_sms) gpu.cluster_sms[blocks] = sms * gpu.sm_count / like.sm_count;
-    return true;
+  Gpu const* const like = first_of_arch(gpu.arch);
+  if (like == nullptr) return false;
+  double const part = double(gpu.sm_count) / like->sm_count;
+  gpu.copy_rate = like->copy_rate * part;
+  gpu.peak = like->peak * part;
+  gpu.clock = like->clock;
+  gpu.shared_memory = like->shared_memory;
+  gpu.l2_bytes = int64_t(like->l2_bytes * part);
+  scale_clusters(gpu, *like);
+  return true;
+}
+
+// Dense operations on 8 bits of an SM in a cycle, by warp-level instructions: NVIDIA's whitepapers of GA100, GA102,
+// AD102 and of RTX Blackwell. Those of later ones are not published; none has fewer than GA100.
+double operations_of(int arch) {
+  switch (arch) {
+    case 86:
+    case 89:
+    case 120:
+    case 121:
+      return 2048;
+    default:
+      return 4096;
   }
-  return false;
 }
 
 cudaError_t ask_driver(int device, Gpu& gpu) {
@@ -40,12 +65,19 @@ cudaError_t ask_driver(int device, Gpu& gpu) {
   gpu.arch = properties.major * 10 + properties.minor;
   if (Gpu const* const known = find_described(gpu.model())) {
     gpu = *known;
-  } else if (scale(gpu)) {
-    // Of what the memory delivers a copy reaches nine tenths; of an L2 of 50 MB a matrix of 32 MB stays.
-    int kilohertz = 0, bits = 0;
-    cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device);
+  } else {
+    int clock = 0, memory_clock = 0, bits = 0;  // kHz
+    cudaDeviceGetAttribute(&clock, cudaDevAttrClockRate, device);
+    cudaDeviceGetAttribute(&memory_clock, cudaDevAttrMemoryClockRate, device);
     cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device);
-    if (kilohertz > 0 && bits > 0) gpu.copy_rate = 0.9 * 2 * kilohertz * 1e3 * bits / 8;
+    if (!scale(gpu)) {
+      gpu.copy_rate = 1e12;  // where the driver does not say
+      gpu.clock = clock > 0 ? clock * 1e3 : 1.5e9;
+      gpu.peak = operations_of(gpu.arch) * gpu.sm_count * gpu.clock;
+      gpu.shared_memory = int(properties.sharedMemPerBlockOptin);
+    }
+    // Of what the memory delivers a copy reaches nine tenths; of an L2 of 50 MB a matrix of 32 MB stays.
+    if (memory_clock > 0 && bits > 0) gpu.copy_rate = 0.9 * 2 * memory_clock * 1e3 * bits / 8;
     gpu.l2_bytes = int64_t(properties.l2CacheSize) * 32 / 50;
   }
   gpu.device = device;
@@ -54,8 +86,10 @@ cudaError_t ask_driver(int device, Gpu& gpu) {
 
 }  // namespace
 
-void describe_gpu(Gpu const& gpu) {
+void describe_gpu(Gpu gpu) {
   std::lock_guard lock(mutex);
+  Gpu const* const like = first_of_arch(gpu.arch);
+  if (gpu.cluster_sms.empty() && like != nullptr) scale_clusters(gpu, *like);
   for (Gpu& known : described) {
     if (known.model() == gpu.model()) {
       known = gpu;

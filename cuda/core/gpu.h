@@ -18,6 +18,8 @@ struct Gpu {
   double peak = 0;                 // dense operations on 8 bits a second
   int64_t l2_bytes = 0;            // of a matrix that stays in L2 from one reading to the next
   std::map<int, int> cluster_sms;  // by blocks of a cluster: SMs that make whole ones, where not all do
+  double clock = 0;                // of the SMs, in Hz
+  int shared_memory = 0;           // bytes that a block may have; all blocks of an SM share little more
   int device = -1;                 // of this process; -1 where this describes a GPU of another machine
 
   // All that are alike have the same measured costs and choices.
@@ -30,15 +32,16 @@ struct Gpu {
   }
 };
 
-// Makes known what GPUs of this model are like.
-void describe_gpu(Gpu const& gpu);
+// Makes known what GPUs of this model are like. Without cluster_sms they are those of the first of its architecture,
+// scaled to its SMs.
+void describe_gpu(Gpu gpu);
 
 // A GPU of another machine: one that was described, or else like the first of its architecture that was, scaled to its
 // SMs. Throws std::invalid_argument where there is none.
 Gpu gpu_of_model(std::string const& name, int sm_count, int arch);
 
-// A device of this process, as described, or else scaled with what the driver says of its memory. Asks the driver in
-// the first call alone.
+// A device of this process, as described, or else scaled with what the driver says of its memory, or else as the driver
+// says. Asks the driver in the first call alone.
 cudaError_t gpu_of_device(int device, Gpu const*& gpu);
 cudaError_t current_gpu(Gpu const*& gpu);
 

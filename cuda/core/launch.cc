@@ -3,6 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "core/archs.h"
+
 namespace jax_qmm {
 
 bool overlap_allowed() {
@@ -13,7 +15,7 @@ bool overlap_allowed() {
   return overlap;
 }
 
-bool launches_overlap(Gpu const& gpu) { return gpu.arch >= 90 && overlap_allowed(); }
+bool launches_overlap(Gpu const& gpu) { return compiled_for(gpu.arch) >= 90 && overlap_allowed(); }
 
 Submit on_stream(cudaStream_t stream) {
   return [stream](Launch const& launch) {

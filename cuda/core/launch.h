@@ -24,7 +24,7 @@ struct LaunchShape {
 
 // Whether kernels may start while the one before them ends; the environment's JAX_QMM_PDL=0 forbids it.
 bool overlap_allowed();
-bool launches_overlap(Gpu const& gpu);  // of compute capability 9.0 or later
+bool launches_overlap(Gpu const& gpu);  // that runs code for compute capability 9.0 or later: see begin()
 
 // The kernel waits for the results of the one before it itself.
 struct Launch {

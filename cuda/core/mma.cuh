@@ -19,9 +19,24 @@ __device__ inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ inline uint32_t widen(uint32_t two_e4m3) {
-  __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two_e4m3), __NV_E4M3);
+// Half of four e4m3 as two float16: which two does not matter, as long as it is the same bytes of both operands.
+template <int half>
+__device__ uint32_t widen(uint32_t four_e4m3) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t const two = half == 0 ? four_e4m3 & 0xffff : four_e4m3 >> 16;
+  __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
   return uint32_t(h.x) | uint32_t(h.y) << 16;
+#else
+  // Without an instruction for it. Exponent and mantissa in the place of a float16's are 2**-8 of the value, subnormal
+  // ones too; NaN, all ones, is the only one that adding a unit carries out of, to the bit that makes it a float16's.
+  uint32_t const upper_bytes = half == 0 ? four_e4m3 << 8 : four_e4m3;
+  uint32_t const magnitudes = upper_bytes >> 1 & 0x3f803f80;
+  uint32_t const nans = magnitudes + 0x00800080 & 0x40004000;
+  uint32_t const bits = magnitudes | nans | upper_bytes & 0x80008000;
+  uint32_t scaled;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(scaled) : "r"(bits), "r"(0x5c005c00));  // 2**8
+  return scaled;
+#endif
 }
 
 // Four bytes become the K pairs of one fragment register each; A and B are split alike, so the order of K is the same.
@@ -29,9 +44,34 @@ __device__ inline void mma(float (&c)[4], uint32_t const (&a)[4], uint32_t const
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t const a_top = a[2 * half], a_bottom = a[2 * half + 1], b_word = b[half];
-    mma_f16(c, widen(a_top & 0xffff), widen(a_bottom & 0xffff), widen(a_top >> 16), widen(a_bottom >> 16),
-            widen(b_word & 0xffff), widen(b_word >> 16));
+    mma_f16(c, widen<0>(a_top), widen<0>(a_bottom), widen<1>(a_top), widen<1>(a_bottom), widen<0>(b_word),
+            widen<1>(b_word));
   }
 }
+
+// The same of operands that were widened before, for those that more than one product needs.
+struct Widened {
+  uint32_t first, second;
+
+  Widened() = default;
+  __device__ explicit Widened(uint32_t four_e4m3) : first(widen<0>(four_e4m3)), second(widen<1>(four_e4m3)) {}
+};
+
+__device__ inline void mma(float (&c)[4], Widened const (&a)[4], Widened const (&b)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Widened const top = a[2 * half], bottom = a[2 * half + 1];
+    mma_f16(c, top.first, bottom.first, top.second, bottom.second, b[half].first, b[half].second);
+  }
+}
+
+#if __CUDA_ARCH__ >= 890
+// Summed in the tensor cores' narrow accumulator.
+__device__ inline void mma_e4m3(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+#endif
 
 }  // namespace jax_qmm

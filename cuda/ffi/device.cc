@@ -1,21 +1,15 @@
 #include "ffi/device.h"
 
-#include <cstdlib>
 #include <mutex>
 #include <utility>
 
+#include "core/archs.h"
 #include "core/prepare.h"
 
 namespace jax_qmm {
 namespace {
 
 std::function<void()> before_first_kernel = [] {};
-
-// Machine code runs on GPUs of its own major version and no lower minor one; that of "90a" on 9.0 alone.
-bool runs(std::string const& arch, int capability) {
-  int const built = std::atoi(arch.c_str());
-  return arch.back() == 'a' ? built == capability : built / 10 == capability / 10 && built <= capability;
-}
 
 std::string cuda(int version) {
   return "CUDA " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
@@ -37,11 +31,10 @@ int driver_version() {
 }
 
 std::string why_unfit_gpu(std::string const& name, int capability) {
+  if (compiled_for(capability) > 0) return "";
   std::string archs;
-  for (std::string const arch : {JAX_QMM_ARCHS}) {
-    if (runs(arch, capability)) return "";
-    archs += (archs.empty() ? "" : ", ") + arch;
-  }
+  for (std::string const arch : {JAX_QMM_ARCHS}) archs += (archs.empty() ? "" : ", ") + arch;
+  if (JAX_QMM_PTX > 0) archs += ", and later ones";
   return name + " has compute capability " + std::to_string(capability / 10) + "." + std::to_string(capability % 10) +
          "; this build has kernels for " + archs;
 }

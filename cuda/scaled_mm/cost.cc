@@ -10,8 +10,6 @@
 namespace jax_qmm {
 namespace {
 
-using sm90::Schedule;
-
 using Costs = std::vector<std::optional<ScaledMmCost>>;  // by instance
 
 struct Model {
@@ -77,16 +75,20 @@ std::vector<double> predict_times(ScaledMm const& problem, Gpu const& gpu) {
   std::vector<double> times(instances().size(), std::numeric_limits<double>::infinity());
   std::shared_lock lock(mutex);
   Model const* const model = find(gpu);
-  for (size_t i = 0; model && i < times.size(); ++i) {
-    if (!model->costs[i]) continue;
-    if (auto const terms = terms_of(instances()[i], problem, gpu)) times[i] = predict(*model->costs[i], *terms);
+  for (size_t i = 0; i < times.size(); ++i) {
+    if (model && model->costs[i]) {
+      if (auto const terms = terms_of(instances()[i], problem, gpu)) times[i] = predict(*model->costs[i], *terms);
+    } else if ((!model || instances()[i].schedule == Schedule::kMultistage) && serves(instances()[i], problem) &&
+               runs_on(gpu, int(i))) {
+      times[i] = estimate_time(instances()[i], problem, gpu);
+    }
   }
   return times;
 }
 
 std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& p, ScaledMmChoice choice, Gpu const& gpu) {
-  if (choice.instance < 0 || choice.instance >= int(instances().size()) || !tma_aligned(p)) return std::nullopt;
-  if (!runs_on(gpu, choice.instance)) return std::nullopt;
+  if (choice.instance < 0 || choice.instance >= int(instances().size())) return std::nullopt;
+  if (!suits(instances()[choice.instance], alignment(p)) || !runs_on(gpu, choice.instance)) return std::nullopt;
   Instance const& instance = instances()[choice.instance];
   return choice.swizzle == swizzle_for(instance, p) ? terms_of(instance, p, gpu) : std::nullopt;
 }

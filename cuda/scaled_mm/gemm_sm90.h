@@ -3,14 +3,10 @@
 
 #include "core/gpu.h"
 #include "core/launch.h"
+#include "scaled_mm/kinds.h"
 #include "scaled_mm/problem.h"
 
 namespace jax_qmm::sm90 {
-
-enum class Accum { kFast, kFull };
-// Persistent blocks whose two math warpgroups take turns at tiles or share one. Or a kernel of our own: skinny.h,
-// one_tile_sm90.h.
-enum class Schedule { kPingpong, kCooperative, kSkinny, kOneTile };
 
 // The same product as a batch of tiles of rows that overlap, where M would leave the last of a few tiles partly empty:
 // TMA fills missing rows with zeros more slowly than it reads rows, which shows from 16 of them on. Rows in two tiles
@@ -43,6 +39,6 @@ struct Gemm {
 }  // namespace jax_qmm::sm90
 
 // The kernel of one line of instances_sm90.def.
-#define JAX_QMM_GEMM(in, accum, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, ...)         \
-  ::jax_qmm::sm90::Gemm<::jax_qmm::DType::in, ::jax_qmm::sm90::Accum::accum, out_bytes, tile_m, tile_n, tile_k, \
-                        cluster_m, cluster_n, ::jax_qmm::sm90::Schedule::schedule, __VA_ARGS__>
+#define JAX_QMM_GEMM(in, accum, out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, ...)              \
+  ::jax_qmm::sm90::Gemm<::jax_qmm::DType::in, ::jax_qmm::Accum::accum, out_bytes, tile_m, tile_n, tile_k, cluster_m, \
+                        cluster_n, ::jax_qmm::Schedule::schedule, __VA_ARGS__>

@@ -1,19 +1,27 @@
 #include "scaled_mm/instances.h"
 
+#include "scaled_mm/gemm_sm80.h"
 #include "scaled_mm/one_tile_sm90.h"
 #include "scaled_mm/skinny.h"
 
 namespace jax_qmm {
 namespace {
 
-using sm90::Accum;
-using sm90::Schedule;
+// Which GPUs have the code, of those that this build is for.
+bool on_hopper(int arch) { return arch == 90; }
+bool from_ampere_on(int arch) { return arch >= 80; }
+bool where_hopper_has_no_better(int arch) {
+#ifdef JAX_QMM_SM90
+  if (arch == 90) return false;
+#endif
+  return arch >= 80;
+}
 
 template <class Kernel>
 Instance instance(Schedule schedule, DType in, int out_bytes, int tile_m, int tile_n, int tile_k, int cluster_m,
                   int cluster_n, bool swap, bool full_epilogue) {
   Instance i{};
-  i.first_arch = i.last_arch = 90;
+  i.has_code = on_hopper;
   i.schedule = schedule;
   i.in = in;
   i.accum = in == DType::kS8 ? Accum::kFull : Accum::kFast;  // what the tensor cores' own sums are
@@ -39,9 +47,9 @@ Instance gemm(DType in, Accum accum, int out_bytes, int tile_m, int tile_n, int 
 
 template <class Kernel>
 Instance skinny(DType in, int out_bytes, int warps, int steps, int blocks_per_sm, bool full_epilogue = false) {
-  Instance i = instance<Kernel>(Schedule::kSkinny, in, out_bytes, sm90::kSkinnyRows, sm90::kSkinnyM,
-                                sm90::kSkinnyStep * steps * warps, 1, 1, true, full_epilogue);
-  i.first_arch = 80, i.last_arch = INT_MAX;
+  Instance i = instance<Kernel>(Schedule::kSkinny, in, out_bytes, kSkinnyRows, kSkinnyM, kSkinnyStep * steps * warps, 1,
+                                1, true, full_epilogue);
+  i.has_code = from_ampere_on;
   i.accum = Accum::kFull;
   i.warps = warps;
   i.blocks_per_sm = blocks_per_sm;
@@ -58,6 +66,18 @@ Instance one_tile(DType in, int out_bytes, int tile_m, int tile_n, int tile_k, i
   return i;
 }
 
+template <class Kernel>
+Instance multistage(DType in, Accum accum, int tile_m, int tile_n, int tile_k, int warps_m, int warps_n, int warps_k,
+                    int stages) {
+  Instance i = instance<Kernel>(Schedule::kMultistage, in, 0, tile_m, tile_n, tile_k, 1, 1, false, true);
+  i.has_code = where_hopper_has_no_better;
+  i.accum = accum;
+  i.warps_m = warps_m, i.warps_n = warps_n;
+  i.warps = warps_m * warps_n * warps_k;
+  i.stages = stages;
+  return i;
+}
+
 }  // namespace
 
 #define GEMM(in, accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, ...)                  \
@@ -65,9 +85,18 @@ Instance one_tile(DType in, int out_bytes, int tile_m, int tile_n, int tile_k, i
       DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, __VA_ARGS__),
 #define SKINNY(in, ...) skinny<JAX_QMM_SKINNY(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
 #define ONE_TILE(in, ...) one_tile<JAX_QMM_ONE_TILE(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
+#ifdef JAX_QMM_SM80
+#define MULTISTAGE(in, accum, ...) \
+  multistage<JAX_QMM_MULTISTAGE(in, accum, __VA_ARGS__)>(DType::in, Accum::accum, __VA_ARGS__),
+#else
+#define MULTISTAGE(...)
+#endif
 std::vector<Instance> const& instances() {
   static std::vector<Instance> const all = {
+#ifdef JAX_QMM_SM90
 #include "scaled_mm/instances_sm90.def"
+#endif
+#include "scaled_mm/instances_sm80.def"
   };
   return all;
 }

@@ -1,32 +1,34 @@
 // The table of kernels, and what its parts (select.cc, cost.cc, words.cc, launch.cc) ask of each other.
 #pragma once
 
-#include <climits>
 #include <vector>
 
 #include "core/gpu.h"
 #include "core/launch.h"
 #include "scaled_mm/gemm_sm90.h"
+#include "scaled_mm/kinds.h"
 #include "scaled_mm/problem.h"
 #include "scaled_mm/scaled_mm.h"
 
 namespace jax_qmm {
 
 struct Instance {
-  int first_arch, last_arch;  // the compute capabilities that have its code
+  bool (*has_code)(int arch);  // for GPUs of this compute capability
   DType in;
-  sm90::Accum accum;
-  int out_bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n;
-  sm90::Schedule schedule;
+  Accum accum;
+  int out_bytes;  // of multistage kernels 0: they have any output
+  int tile_m, tile_n, tile_k, cluster_m, cluster_n;
+  Schedule schedule;
   bool swap;
   bool full_epilogue;
   int blocks_per_sm, warps, split;
+  int warps_m, warps_n, stages;  // of multistage kernels: warps that share a tile's M, its N
   cudaError_t (*prepare)(bool& fits);
   cudaError_t (*launch)(ScaledMm const&, int swizzle, Gpu const&, Submit const&);
 
   // How many rows of a the tiles of a cluster have.
   int rows_of_a() const { return swap ? tile_n * cluster_n : tile_m * cluster_m; }
-  bool persistent() const { return schedule == sm90::Schedule::kPingpong || schedule == sm90::Schedule::kCooperative; }
+  bool persistent() const { return schedule == Schedule::kPingpong || schedule == Schedule::kCooperative; }
 };
 
 std::vector<Instance> const& instances();
@@ -34,8 +36,11 @@ std::vector<Instance> const& instances();
 // Its words without the swizzle.
 std::string describe(Instance const& instance);
 
-sm90::Accum accum_of(ScaledMm const& problem);
-bool tma_aligned(ScaledMm const& problem);
+Accum accum_of(ScaledMm const& problem);
+
+// How the operands' rows are aligned: 16 bytes, those of the output too; 4; or 1, for the kernel for any alignment.
+int alignment(ScaledMm const& problem);
+bool suits(Instance const& instance, int alignment);
 
 // Whether it can compute the product, if its operands are aligned.
 bool serves(Instance const& instance, ScaledMm const& problem);
@@ -46,6 +51,9 @@ bool runs_on(Gpu const& gpu, int instance);
 
 // Of tiles, or of the one tile that the blocks of a cluster share.
 int64_t count_clusters(Instance const& instance, ScaledMm const& problem);
+
+// Microseconds of skinny and multistage kernels without measured costs, from the description of the GPU.
+double estimate_time(Instance const& instance, ScaledMm const& problem, Gpu const& gpu);
 
 // Microseconds that the cost model predicts for each instance; infinite where it does not choose it.
 std::vector<double> predict_times(ScaledMm const& problem, Gpu const& gpu);

@@ -15,8 +15,7 @@ std::map<int, std::vector<bool>> fits_on_device;
 }  // namespace
 
 bool runs_on(Gpu const& gpu, int instance) {
-  Instance const& i = instances()[instance];
-  if (gpu.arch < i.first_arch || gpu.arch > i.last_arch) return false;
+  if (!instances()[instance].has_code(gpu.arch)) return false;
   std::shared_lock lock(mutex);
   auto const found = fits_on_device.find(gpu.device);
   return found == fits_on_device.end() || found->second[instance];

@@ -425,7 +425,6 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
 }
 
 #define GEMM(...)
-#define SKINNY(...)
 #define ONE_TILE(...) template struct JAX_QMM_ONE_TILE(__VA_ARGS__);
 #include "scaled_mm/instances_sm90.def"
 

@@ -14,17 +14,18 @@
 
 namespace jax_qmm {
 
-using sm90::Accum;
-using sm90::Schedule;
-
 Accum accum_of(ScaledMm const& p) { return p.in == DType::kF8E4M3 && p.fast_accum ? Accum::kFast : Accum::kFull; }
 
-// TMA reads and writes boxes whose rows start at multiples of 16 bytes.
-bool tma_aligned(ScaledMm const& p) {
+int alignment(ScaledMm const& p) {
   auto address = [](void const* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
-  return p.k > 0 && p.k % 16 == 0 && int64_t(p.n) * bytes_of(p.out_dtype) % 16 == 0 &&
-         (address(p.a) | address(p.b) | address(p.out)) % 16 == 0;
+  uintptr_t const in = address(p.a) | address(p.b) | uintptr_t(p.k);
+  uintptr_t const out = address(p.out) | uintptr_t(p.n) * bytes_of(p.out_dtype);
+  if (p.k == 0) return 1;
+  return (in | out) % 16 == 0 ? 16 : in % 4 == 0 ? 4 : 1;
 }
+
+// TMA reads and writes boxes whose rows start at multiples of 16 bytes.
+bool suits(Instance const& i, int alignment) { return alignment >= (i.schedule == Schedule::kMultistage ? 4 : 16); }
 
 int64_t count_clusters(Instance const& i, ScaledMm const& p) {
   int const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
@@ -33,9 +34,12 @@ int64_t count_clusters(Instance const& i, ScaledMm const& p) {
 
 bool serves(Instance const& i, ScaledMm const& p) {
   int constexpr kMostBlocks = 65535;  // of a grid's second or third dimension; prefetch_l2 counts their threads
-  if (i.in != p.in || i.out_bytes != bytes_of(p.out_dtype) || i.full_epilogue != needs_full_epilogue(p)) return false;
+  bool const any_output = i.schedule == Schedule::kMultistage;
+  if (i.in != p.in) return false;
+  if (!any_output && (i.out_bytes != bytes_of(p.out_dtype) || i.full_epilogue != needs_full_epilogue(p))) return false;
   if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
   if (i.accum != accum_of(p)) return false;
+  if (i.schedule == Schedule::kMultistage) return count_clusters(i, p) <= INT32_MAX / 1024;
   return i.schedule != Schedule::kOneTile || count_clusters(i, p) * i.cluster_m * i.cluster_n <= kMostBlocks;
 }
 
@@ -67,18 +71,19 @@ std::optional<std::pair<int, ScaledMmChoice>> find_tuned(ScaledMm const& p, Gpu 
   auto const next = by_m->second.lower_bound(p.m);
   if (next == by_m->second.end() || 3LL * next->first >= 4LL * p.m) return std::nullopt;
   int const instance = next->second.instance;
-  if (instance >= 0 && !(tma_aligned(p) && runs_on(gpu, instance))) return std::nullopt;
+  if (instance >= 0 && !(suits(instances()[instance], alignment(p)) && runs_on(gpu, instance))) return std::nullopt;
   return *next;
 }
 
 ScaledMmChoice select(ScaledMm const& p, Gpu const& gpu) {
   if (auto const tuned = find_tuned(p, gpu)) return tuned->second;
   ScaledMmChoice best{-1, 1};
-  if (!tma_aligned(p)) return best;
+  int const aligned = alignment(p);
+  if (aligned == 1) return best;
   double best_time = std::numeric_limits<double>::infinity();
   std::vector<double> const times = predict_times(p, gpu);
   for (int i = 0; i < int(times.size()); ++i) {
-    if (times[i] >= best_time || !runs_on(gpu, i)) continue;
+    if (times[i] >= best_time || !suits(instances()[i], aligned) || !runs_on(gpu, i)) continue;
     best = {i, swizzle_for(instances()[i], p)};
     best_time = times[i];
   }
@@ -105,8 +110,8 @@ std::atomic<int64_t> times_forgotten{0};  // changed while `chosen_mutex` is hel
 ScaledMmChoice select_scaled_mm(ScaledMm const& p, Gpu const& gpu) {
   if (gpu.device < 0) return select(p, gpu);
   size_t constexpr kMostKept = 1 << 14;  // where shapes are symbolic, they may be of any number
-  Shape const shape{gpu.device, int(p.in), int(p.out_dtype), p.fast_accum,  needs_full_epilogue(p), p.m,
-                    p.n,        p.k,       p.batch,          tma_aligned(p)};
+  Shape const shape{gpu.device, int(p.in), int(p.out_dtype), p.fast_accum, needs_full_epilogue(p), p.m,
+                    p.n,        p.k,       p.batch,          alignment(p)};
   {
     std::shared_lock lock(chosen_mutex);
     if (auto const found = chosen.find(shape); found != chosen.end()) return found->second;
@@ -126,14 +131,16 @@ void forget_choices() {
   ++times_forgotten;
 }
 
-bool suits_alignment(ScaledMm const& p, ScaledMmChoice choice) { return choice.instance < 0 || tma_aligned(p); }
+bool suits_alignment(ScaledMm const& p, ScaledMmChoice choice) {
+  return choice.instance < 0 || suits(instances()[choice.instance], alignment(p));
+}
 
 std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& p, Gpu const& gpu) {
   std::vector<ScaledMmChoice> choices{{-1, 1}};
-  if (!tma_aligned(p)) return choices;
+  int const aligned = alignment(p);
   for (int i = 0; i < int(instances().size()); ++i) {
     Instance const& instance = instances()[i];
-    if (!serves(instance, p) || !runs_on(gpu, i)) continue;
+    if (!suits(instance, aligned) || !serves(instance, p) || !runs_on(gpu, i)) continue;
     choices.push_back({i, 1});
     if (instance.persistent() && !instance.swap) choices.push_back({i, 8});
   }

@@ -10,7 +10,7 @@
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/skinny.h"
 
-namespace jax_qmm::sm90 {
+namespace jax_qmm {
 namespace {
 
 template <bool kFull>
@@ -124,9 +124,8 @@ cudaError_t Skinny<In, OutBytes, Warps, Steps, BlocksPerSm, kFull>::launch(Scale
                     p.a_batch_stride, p.b_batch_stride, p.out_batch_stride, epilogue_args<kFull>(p)});
 }
 
-#define GEMM(...)
-#define ONE_TILE(...)
+#define MULTISTAGE(...)
 #define SKINNY(...) template struct JAX_QMM_SKINNY(__VA_ARGS__);
-#include "scaled_mm/instances_sm90.def"
+#include "scaled_mm/instances_sm80.def"
 
-}  // namespace jax_qmm::sm90
+}  // namespace jax_qmm

@@ -5,7 +5,7 @@
 #include "core/launch.h"
 #include "scaled_mm/problem.h"
 
-namespace jax_qmm::sm90 {
+namespace jax_qmm {
 
 constexpr int kSkinnyM = 8;      // most rows of a
 constexpr int kSkinnyRows = 16;  // of b in a block
@@ -17,7 +17,7 @@ struct Skinny {
   static cudaError_t launch(ScaledMm const& problem, int swizzle, Gpu const& gpu, Submit const& submit);
 };
 
-}  // namespace jax_qmm::sm90
+}  // namespace jax_qmm
 
-// The kernel of one SKINNY line of instances_sm90.def.
-#define JAX_QMM_SKINNY(in, ...) ::jax_qmm::sm90::Skinny<::jax_qmm::DType::in, __VA_ARGS__>
+// The kernel of one SKINNY line of instances_sm80.def.
+#define JAX_QMM_SKINNY(in, ...) ::jax_qmm::Skinny<::jax_qmm::DType::in, __VA_ARGS__>

@@ -5,12 +5,15 @@
 
 namespace jax_qmm {
 
-using sm90::Schedule;
-
 std::string describe(Instance const& i) {
   auto text = [](int number) { return std::to_string(number); };
-  std::string const tile = "sm90 " + text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k);
+  std::string const size = text(i.tile_m) + "x" + text(i.tile_n) + "x" + text(i.tile_k), tile = "sm90 " + size;
   std::string const epilogue = i.full_epilogue ? " full epilogue" : "";
+  if (i.schedule == Schedule::kMultistage) {
+    int const slices = i.warps / (i.warps_m * i.warps_n);
+    return "sm80 " + size + " " + text(i.stages) + " stages" + (slices > 1 ? " sliced-K " + text(slices) : "") +
+           (i.in != DType::kS8 && i.accum == Accum::kFull ? " full accumulation" : "");
+  }
   if (i.schedule == Schedule::kSkinny) return tile + " skinny " + text(i.warps) + " warps" + epilogue;
   char const* const schedule = i.schedule == Schedule::kPingpong      ? " pingpong"
                                : i.schedule == Schedule::kCooperative ? " cooperative"

@@ -20,6 +20,8 @@ KERNELS = """
 GEMM(kS8, kFull, 2, 128, 128, 128, 2, 1, kPingpong, false)
 GEMM(kS8, kFull, 2, 256, 128, 128, 1, 2, kCooperative, false)
 SKINNY(kS8, 2, 16, 2, 2)
+MULTISTAGE(kS8, kFull, 16, 64, 128, 1, 2, 2, 6)
+MULTISTAGE(kS8, kFull, 128, 128, 64, 2, 2, 1, 3)
 ONE_TILE(kS8, 2, 64, 16, 256, 1, 1, 1, 1, false)
 ONE_TILE(kS8, 2, 128, 128, 128, 2, 1, 1, 1, false)
 ONE_TILE(kS8, 2, 64, 32, 128, 1, 1, 6, 1, true)
@@ -32,6 +34,7 @@ TESTS = {
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
     "skinny": [CHOICES.format((7, 200, 4624))],
     "one tile": [CHOICES.format((7, 200, 4624)), CHOICES.format((130, 1544, 272))],
+    "multistage": [CHOICES.format((66, 267, 1048)), CHOICES.format((35, 130, 1044))],
     "gemm": [CHOICES.format((130, 1544, 272)), CHOICES.format((333, 392, 2064))],
 }
 
@@ -52,7 +55,7 @@ class Mutant:
 
 
 GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
-QUANTIZE, EPILOGUE = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh"
+QUANTIZE, EPILOGUE, MULTISTAGE = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "scaled_mm/gemm_sm80.cuh"
 MUTANTS = [
     Mutant("quantize: one chunk too many is loaded", QUANTIZE, "if (i < count) chunks", "if (i <= count) chunks"),
     Mutant("quantize: one chunk too many is stored", QUANTIZE, "if (i >= count) break;", "if (i > count) break;"),
@@ -81,6 +84,44 @@ MUTANTS = [
     Mutant("skinny: one column too many", SKINNY, "m < kSkinnyM && n < p.n", "m < kSkinnyM && n <= p.n"),
     Mutant("skinny: one row too many", SKINNY, "min(row, rows - 1)", "min(row, rows)"),
     Mutant("skinny: a step too many of K", SKINNY, "16 * member >= p.k) continue", "16 * member > p.k) continue"),
+    Mutant(
+        "multistage: no barrier before a stage is loaded from",
+        MULTISTAGE,
+        "        wait_for_copies<C::kStages - 2>();\n        __syncthreads();",
+        "        wait_for_copies<C::kStages - 2>();",
+    ),
+    Mutant(
+        "multistage: a copy too few is waited for",
+        MULTISTAGE,
+        "        wait_for_copies<C::kStages - 2>();",
+        "        wait_for_copies<C::kStages - 1>();",
+    ),
+    Mutant(
+        "multistage: no barrier before the terms",
+        MULTISTAGE,
+        "  __syncthreads();  // the terms take",
+        "  // the terms take",
+    ),
+    Mutant(
+        "multistage: no barrier before other slices' sums are read",
+        MULTISTAGE,
+        "    __syncthreads();\n    if (slice > 0) return;",
+        "    if (slice > 0) return;",
+    ),
+    Mutant(
+        "multistage: rows of sums not waited for",
+        MULTISTAGE,
+        "    __syncwarp();\n#pragma unroll 1\n    for (int r",
+        "#pragma unroll 1\n    for (int r",
+    ),
+    Mutant("multistage: one row too many is copied", MULTISTAGE, "last_row_(rows - 1)", "last_row_(rows)"),
+    Mutant("multistage: more of K than there is", MULTISTAGE, "part < there);", "part <= there);"),
+    Mutant(
+        "multistage: one row too many is written", MULTISTAGE, "if (m >= p.m || n >= p.n)", "if (m > p.m || n >= p.n)"
+    ),
+    Mutant("multistage: columns beyond the matrix", MULTISTAGE, "if (n + v < p.n) to[v]", "to[v]"),
+    Mutant("multistage: whole stores everywhere", MULTISTAGE, "out % 16 == 0,", "true,"),
+    Mutant("multistage: copies of 16 bytes everywhere", MULTISTAGE, "in % 16 == 0  ? 16", "true  ? 16"),
     Mutant("one tile: no wait for loads", ONE_TILE, "      Full::wait(&smem.full[stage], phase);\n"),
     Mutant(
         "one tile: a stage released while it is multiplied",
@@ -159,7 +200,8 @@ def write(path, content):
 def run_tests(family):
     """What notices: the kinds of reports, or "values" or "crash" without one; empty if the tests pass."""
     command = [sys.executable, "-m", "pytest", "--emulator", "-q", "-p", "no:cacheprovider", *TESTS[family]]
-    done = subprocess.run(command, cwd=COPY, capture_output=True, text=True, env=os.environ | {"EMU_SEED": "0"})
+    settings = {"EMU_SEED": "0", "EMU_CC": "80" if family == "multistage" else "90"}  # Hopper has other kernels
+    done = subprocess.run(command, cwd=COPY, capture_output=True, text=True, env=os.environ | settings)
     kinds = sorted(set(re.findall(r"\[emu\] (\w+)", done.stdout)))
     if not kinds and done.returncode < 0:
         kinds = ["crash"]

@@ -38,11 +38,11 @@ def build_cases(compile_cc, tmp_path_factory):
     if headers is None:
         pytest.skip("no CUDA headers: install nvidia-cuda-runtime and nvidia-cuda-crt, or set CUDA_HOME")
 
-    def build(name, *sources, archs='"90a"'):
+    def build(name, *sources, archs='"90a"', ptx=0):
         program = tmp_path_factory.mktemp(name) / name
         files = [HERE / f"{name}.cc", *(CUDA / source for source in sources)]
         include = ("-isystem", jax.ffi.include_dir(), "-isystem", headers)
-        compile_cc(*include, f"-DJAX_QMM_ARCHS={archs}", *files, "-o", program)
+        compile_cc(*include, f"-DJAX_QMM_ARCHS={archs}", f"-DJAX_QMM_PTX={ptx}", *files, "-o", program)
 
         def run(case, **environment):
             done = subprocess.run([program, case], env=os.environ | environment, capture_output=True, text=True)

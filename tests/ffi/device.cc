@@ -4,6 +4,7 @@
 #include <string>
 
 #include "check.h"
+#include "core/archs.h"
 
 using namespace jax_qmm;
 
@@ -32,9 +33,9 @@ void fit_devices_begin_calls() {
 }
 
 void unfit_devices_are_named() {
-  capability = 100;
+  capability = 75;
   std::string const why = begin_call().message();
-  CHECK(contains(why, "GPU 3 has compute capability 10.0; this build has kernels for 80, 90a"));
+  CHECK(contains(why, "GPU 3 has compute capability 7.5; this build has kernels for 80, 89, 90a, 100, and later ones"));
 }
 
 void old_drivers_are_named() {
@@ -42,10 +43,15 @@ void old_drivers_are_named() {
   CHECK(contains(begin_call().message(), "install a driver for CUDA"));
 }
 
-// With the definition JAX_QMM_ARCHS="80", "90a".
+// With the definitions JAX_QMM_ARCHS="80", "89", "90a", "100" and JAX_QMM_PTX=100.
 void machine_code_runs_on_later_minor_versions() {
-  for (int fit : {80, 89, 90}) CHECK(why_unfit_gpu("", fit).empty());
-  for (int unfit : {75, 91, 100}) CHECK(!why_unfit_gpu("", unfit).empty());
+  for (int fit : {80, 86, 87, 89, 90, 100, 103}) CHECK(why_unfit_gpu("", fit).empty());
+  for (int unfit : {70, 75, 91}) CHECK(!why_unfit_gpu("", unfit).empty());
+  CHECK(compiled_for(86) == 80 && compiled_for(89) == 89 && compiled_for(90) == 90 && compiled_for(103) == 100);
+}
+
+void ptx_runs_on_all_later_versions() {
+  for (int fit : {110, 120, 130}) CHECK(why_unfit_gpu("", fit).empty() && compiled_for(fit) == 100);
 }
 
 void what_comes_before_the_first_kernel_comes_once() {
@@ -61,6 +67,7 @@ int main(int, char** arguments) {
                           CASE(unfit_devices_are_named),
                           CASE(old_drivers_are_named),
                           CASE(machine_code_runs_on_later_minor_versions),
+                          CASE(ptx_runs_on_all_later_versions),
                           CASE(what_comes_before_the_first_kernel_comes_once),
                       });
 }

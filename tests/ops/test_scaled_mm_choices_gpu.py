@@ -15,6 +15,8 @@ SHAPES = {
     (7, 200, 4624): (7, 200, 2064),
     (17, 200, 1040): (17, 200, 1040),
     (130, 1544, 272): (130, 1544, 272),  # several tiles for each persistent block
+    (66, 267, 1048): (66, 267, 280),  # K a multiple of 8, and rows of the result that start anywhere
+    (35, 130, 1044): (35, 130, 396),  # K a multiple of 4
     (333, 392, 2064): (150, 264, 1040),
 }
 FLOAT16 = pytest.param(jnp.float16, marks=pytest.mark.gpu(not_emulated="bfloat16 has the same kernels"))

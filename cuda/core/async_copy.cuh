@@ -1,0 +1,41 @@
+// From global memory to shared memory by cp.async, and from there to the fragments of warp-level tensor cores.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_qmm {
+
+// Bytes that are not there become zeros.
+template <int Bytes>
+__device__ void copy_async(uint32_t to, uint8_t const* from, bool is_there) {
+  int const there = is_there ? Bytes : 0;
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(there), "n"(Bytes)
+                 : "memory");
+  }
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last few groups of this thread's copies are there.
+template <int Groups>
+__device__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
+}
+
+// Four matrices of 8 rows of 16 bytes, whose rows' addresses each 8 lanes give: one register each of the fragments.
+__device__ inline void load_matrices(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+               : "r"(address)
+               : "memory");
+}
+
+// Where 16 bytes of a row of a tile stand in shared memory: the chunks of 8 rows, which are loaded at once, lie in
+// distinct banks.
+template <int TileK>
+__device__ uint32_t swizzled(int row, int chunk) {
+  return row * TileK + 16 * (chunk ^ (TileK == 64 ? row / 2 % 4 : row % 8));
+}
+
+}  // namespace jax_qmm
