@@ -100,6 +100,21 @@ __device__ Range reduce(Range range) {
   return range;
 }
 
+// The sum of all threads of the warp, or of the block if it has one row of threads.
+__device__ inline int32_t reduce_sum(int32_t sum) {
+  unsigned const all = 0xffffffff;
+  sum = __reduce_add_sync(all, sum);
+  if (blockDim.x > 32) {
+    __shared__ int32_t warps[32];
+    int const lane = threadIdx.x % 32;
+    __syncthreads();  // the sums of the row before this one have been read
+    if (lane == 0) warps[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = __reduce_add_sync(all, lane < blockDim.x / 32 ? warps[lane] : 0);
+  }
+  return sum;
+}
+
 // N chunks of each of the blockDim.x threads that share a row of x: elements [first, first + blockDim.x * N * V) of it,
 // as far as they exist.
 template <class In, Kind kind, int V, int N>
@@ -117,8 +132,10 @@ struct Piece {
     }
   }
 
-  template <bool kBounded>
-  __device__ void store(uint8_t* q, int64_t first, int64_t cols, Divisor divisor, float zero_point) const {
+  // Gives the sum of this thread's values, if it is asked for.
+  template <bool kBounded, bool kSums>
+  __device__ int32_t store(uint8_t* q, int64_t first, int64_t cols, Divisor divisor, float zero_point) const {
+    int32_t sum = 0;
     int const count = static_cast<int>(min(cols - first, int64_t{blockDim.x} * kPerThread));
     auto quantized = [&](float x) { return shift<kind, kBounded>(divisor.divide_quickly<kBounded>(x), zero_point); };
 #pragma unroll
@@ -128,13 +145,16 @@ struct Piece {
       auto const& c = chunks[j];
       uint8_t* const out = q + first + i;
       if constexpr (V == 1) {
-        *out = convert<kind>(quantized(c[0]));
+        uint8_t const value = convert<kind>(quantized(c[0]));
+        *out = value;
+        if constexpr (kSums) sum += static_cast<int8_t>(value);
       } else {
         uint32_t words[V / 4];
 #pragma unroll
         for (int w = 0; w < V / 4; ++w) {
           words[w] = convert<kind>(quantized(c[4 * w]), quantized(c[4 * w + 1]), quantized(c[4 * w + 2]),
                                    quantized(c[4 * w + 3]));
+          if constexpr (kSums) sum = __dp4a(static_cast<int>(words[w]), 0x01010101, sum);
         }
         if constexpr (V == 4) {
           *reinterpret_cast<uint32_t*>(out) = words[0];
@@ -143,25 +163,40 @@ struct Piece {
         }
       }
     }
+    return sum;
   }
 };
 
 // Elements [first, end) of a row whose scale is none that Divisor is quick for: zero, minute, huge, negative or NaN.
-// Rare, so one element at a time.
-template <Kind kind, class In>
-__device__ void quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t end, float scale, float zero_point) {
+// Rare, so one element at a time. Gives the sum of this thread's values, if it is asked for.
+template <Kind kind, bool kSums, class In>
+__device__ int32_t quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t end, float scale, float zero_point) {
+  int32_t sum = 0;
 #pragma unroll 1
   for (int64_t i = first + threadIdx.x; i < end; i += blockDim.x) {
-    q[i] = convert<kind>(shift<kind, false>(static_cast<float>(x[i]) / scale, zero_point));
+    uint8_t const value = convert<kind>(shift<kind, false>(static_cast<float>(x[i]) / scale, zero_point));
+    q[i] = value;
+    if constexpr (kSums) sum += static_cast<int8_t>(value);
   }
+  return sum;
 }
+
+// Where the sums of the int8 values of each row go, if they are asked for: an argument without them, so that the
+// kernels that compute none keep their machine code.
+template <bool kSums>
+struct Sums {
+  int32_t* of_rows;
+};
+template <>
+struct Sums<false> {};
 
 // Dynamic, one scale for each row. Each row of threads takes one row of x, a piece at a time; where that is one piece,
 // x is read once, otherwise a second time, from the L2 cache if it is not too long, starting with the piece at hand.
 // Small rows always are one piece.
-template <class In, Kind kind, int V, int N>
+template <class In, Kind kind, int V, int N, bool kSums>
 __global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
-    quantize_rows(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points) {
+    quantize_rows(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points,
+                  Sums<kSums> sums) {
   begin();
   int64_t const row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= rows) return;
@@ -188,18 +223,32 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
   // Padding is common, and zeros stay the same zeros whatever divides them.
   Divisor const divisor(range.high == 0 && range.low == 0 ? 1.0f : scale.scale);
   float const zero_point = static_cast<float>(scale.zero_point);
-  if (!divisor.quick) return quantize_slowly<kind>(x, q, 0, cols, scale.scale, zero_point);
+  auto const write_sum = [&](int32_t sum) {
+    if constexpr (kSums) {
+      sum = reduce_sum(sum);
+      if (threadIdx.x == 0) sums.of_rows[row] = sum;
+    }
+  };
+  if (!divisor.quick) return write_sum(quantize_slowly<kind, kSums>(x, q, 0, cols, scale.scale, zero_point));
+  int32_t sum = 0;
   while (true) {
-    piece.template store<true>(q, first, cols, divisor, zero_point);
+    sum += piece.template store<true, kSums>(q, first, cols, divisor, zero_point);
     if (kSmallRows<V, N> || first == 0) break;
     first -= step;
     piece.load(x, first, cols);
   }
+  write_sum(sum);
 }
 
 __global__ void clear(uint32_t* words) {
   begin();
   words[threadIdx.x] = 0;
+}
+
+__global__ void __launch_bounds__(kPieceThreads) clear_sums(int32_t* of_rows, int64_t rows) {
+  begin();
+  int64_t const row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (row < rows) of_rows[row] = 0;
 }
 
 // The range of a whole tensor, into two words that were zero.
@@ -223,11 +272,11 @@ __global__ void __launch_bounds__(kPieceThreads) find_range(In const* x, int64_t
 
 // Given scales, each of `scale_stride` rows apart, or the range of the tensor in `words`: then the scale follows from
 // it and is written. Pieces of a row are independent; the last goes first, because find_range has left it in the L2
-// cache.
-template <class In, Kind kind, int V, int N>
+// cache. Sums that are asked for were zero.
+template <class In, Kind kind, int V, int N, bool kSums>
 __global__ void __launch_bounds__(kPieceThreads, V > 1 ? 5 : 4)
     quantize_given(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points,
-                   int scale_stride, uint32_t const* words) {
+                   int scale_stride, uint32_t const* words, Sums<kSums> sums) {
   begin();
   Piece<In, kind, V, N> piece;
   int64_t const step = int64_t{blockDim.x} * piece.kPerThread;
@@ -244,10 +293,16 @@ __global__ void __launch_bounds__(kPieceThreads, V > 1 ? 5 : 4)
     }
     Divisor const divisor(scale.scale);
     float const zero_point = static_cast<float>(scale.zero_point);
+    int32_t sum;
     if (divisor.quick) {
-      piece.template store<false>(q + row * cols, first, cols, divisor, zero_point);
+      sum = piece.template store<false, kSums>(q + row * cols, first, cols, divisor, zero_point);
     } else {
-      quantize_slowly<kind>(x + row * cols, q + row * cols, first, min(first + step, cols), scale.scale, zero_point);
+      sum = quantize_slowly<kind, kSums>(x + row * cols, q + row * cols, first, min(first + step, cols), scale.scale,
+                                         zero_point);
+    }
+    if constexpr (kSums) {
+      sum = reduce_sum(sum);
+      if (threadIdx.x == 0) atomicAdd(&sums.of_rows[row], sum);
     }
   }
 }

@@ -17,8 +17,8 @@ int64_t warps(int64_t threads) { return std::max(kWarp, ceil_div(threads, kWarp)
 // Rows that take up to one warp go four to a block.
 dim3 block_of(int64_t threads) { return dim3(threads, threads == kWarp ? 4 : 1); }
 
-// Launches of the kernels for one pair of input dtype and kind of output.
-template <class In, Kind kind>
+// Launches of the kernels for one pair of input dtype and kind of output, with or without sums.
+template <class In, Kind kind, bool kSums>
 struct Launches {
   static constexpr int kVector = 16 / sizeof(In);
   static constexpr int kScalars = 16;  // single elements of each thread where rows are unaligned
@@ -27,13 +27,29 @@ struct Launches {
     return reinterpret_cast<uintptr_t>(x) % 16 == 0 && reinterpret_cast<uintptr_t>(q) % kVector == 0;
   }
 
+  static Sums<kSums> sums(Quantize const& p) {
+    if constexpr (kSums) {
+      return {p.sums};
+    } else {
+      return {};
+    }
+  }
+
+  // Before the kernels that add to them piece by piece.
+  static cudaError_t clear_all_sums(Quantize const& p, Submit const& submit) {
+    int64_t const rows = p.per_tensor ? 1 : p.rows;
+    if (!kSums || rows == 0) return cudaSuccess;
+    return launch(submit, {dim3(ceil_div(rows, kPieceThreads)), kPieceThreads}, clear_sums, p.sums, rows);
+  }
+
   template <int V, int N>
   static cudaError_t rows(Quantize const& p, Submit const& submit) {
     // A row that doesn't fit the largest block comes in pieces of a block that leaves room for a second one.
     int64_t const threads = warps(ceil_div(p.cols, V * N));
     dim3 const block = block_of(threads <= kRowThreads<V, N> ? threads : 512);
-    return launch(submit, {dim3(ceil_div(p.rows, block.y)), block}, quantize_rows<In, kind, V, N>,
-                  static_cast<In const*>(p.x), static_cast<uint8_t*>(p.q), p.rows, p.cols, p.scale, p.zero_point);
+    return launch(submit, {dim3(ceil_div(p.rows, block.y)), block}, quantize_rows<In, kind, V, N, kSums>,
+                  static_cast<In const*>(p.x), static_cast<uint8_t*>(p.q), p.rows, p.cols, p.scale, p.zero_point,
+                  sums(p));
   }
 
   template <int V, int N>
@@ -49,8 +65,8 @@ struct Launches {
     if (cols == 0) return cudaSuccess;
     dim3 const block = block_of(std::min<int64_t>(kPieceThreads, warps(ceil_div(cols, V * N))));
     dim3 const grid(ceil_div(cols, block.x * V * N), std::min<int64_t>(ceil_div(rows, block.y), 65535));
-    return launch(submit, {grid, block}, quantize_given<In, kind, V, N>, x, q, rows, cols, p.scale, p.zero_point,
-                  p.per_tensor ? 0 : 1, words);
+    return launch(submit, {grid, block}, quantize_given<In, kind, V, N, kSums>, x, q, rows, cols, p.scale, p.zero_point,
+                  p.per_tensor ? 0 : 1, words, sums(p));
   }
 
   // The tensor as one row: all that fits in vectors, then the rest.
@@ -73,6 +89,7 @@ struct Launches {
     if (p.rows == 1 && p.cols > 1024 * (vectors ? 8 * kVector : kScalars)) {
       p.per_tensor = true;
       int64_t const first = vectors ? whole : 0;
+      if (cudaError_t const error = clear_all_sums(p, submit)) return error;
       if (cudaError_t const error = launch(submit, {1, 2}, clear, workspace)) return error;
       if (cudaError_t const error = range<kVector, 8>(x, first, workspace, submit)) return error;
       if (cudaError_t const error = range<1, kScalars>(x + first, p.cols - first, workspace, submit)) return error;
@@ -91,6 +108,7 @@ struct Launches {
   static cudaError_t given_scales(Quantize const& p, Submit const& submit) {
     In const* const x = static_cast<In const*>(p.x);
     uint8_t* const q = static_cast<uint8_t*>(p.q);
+    if (cudaError_t const error = clear_all_sums(p, submit)) return error;
     if (p.rows == 0 || p.cols == 0) return cudaSuccess;
     if (p.per_tensor || p.rows == 1) return tensor(p, nullptr, submit);
     if (aligned(x, q) && p.cols % kVector == 0) return given<kVector, 4>(p, x, q, p.rows, p.cols, nullptr, submit);
@@ -99,16 +117,17 @@ struct Launches {
 
   static cudaError_t prepare() {
     void const* const kernels[] = {
-        reinterpret_cast<void const*>(quantize_rows<In, kind, 1, kScalars>),
-        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 1>),
-        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 2>),
-        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 4>),
-        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 8>),
+        reinterpret_cast<void const*>(quantize_rows<In, kind, 1, kScalars, kSums>),
+        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 1, kSums>),
+        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 2, kSums>),
+        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 4, kSums>),
+        reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 8, kSums>),
         reinterpret_cast<void const*>(clear),
+        reinterpret_cast<void const*>(clear_sums),
         reinterpret_cast<void const*>(find_range<In, kind, 1, kScalars>),
         reinterpret_cast<void const*>(find_range<In, kind, kVector, 8>),
-        reinterpret_cast<void const*>(quantize_given<In, kind, 1, 8>),
-        reinterpret_cast<void const*>(quantize_given<In, kind, kVector, 4>),
+        reinterpret_cast<void const*>(quantize_given<In, kind, 1, 8, kSums>),
+        reinterpret_cast<void const*>(quantize_given<In, kind, kVector, 4, kSums>),
     };
     for (void const* kernel : kernels) {
       bool fits;
@@ -118,29 +137,29 @@ struct Launches {
   }
 };
 
-// Calls f with the Launches for one pair of dtype and kind.
+// Calls f with the Launches for one dtype and kind, with or without sums, which fp8 has none of.
 template <class In, class F>
-cudaError_t with_kind(Kind kind, F f) {
+cudaError_t with_kind(Kind kind, bool sums, F f) {
   switch (kind) {
     case Kind::kInt8:
-      return f(Launches<In, Kind::kInt8>{});
+      return sums ? f(Launches<In, Kind::kInt8, true>{}) : f(Launches<In, Kind::kInt8, false>{});
     case Kind::kInt8ZeroPoint:
-      return f(Launches<In, Kind::kInt8ZeroPoint>{});
+      return sums ? f(Launches<In, Kind::kInt8ZeroPoint, true>{}) : f(Launches<In, Kind::kInt8ZeroPoint, false>{});
     case Kind::kFp8:
-      return f(Launches<In, Kind::kFp8>{});
+      return sums ? cudaErrorInvalidValue : f(Launches<In, Kind::kFp8, false>{});
   }
   return cudaErrorInvalidValue;
 }
 
 template <class F>
-cudaError_t with_launches(DType in, Kind kind, F f) {
+cudaError_t with_launches(DType in, Kind kind, bool sums, F f) {
   switch (in) {
     case DType::kF32:
-      return with_kind<float>(kind, f);
+      return with_kind<float>(kind, sums, f);
     case DType::kBF16:
-      return with_kind<__nv_bfloat16>(kind, f);
+      return with_kind<__nv_bfloat16>(kind, sums, f);
     case DType::kF16:
-      return with_kind<__half>(kind, f);
+      return with_kind<__half>(kind, sums, f);
     default:
       return cudaErrorInvalidValue;
   }
@@ -149,7 +168,7 @@ cudaError_t with_launches(DType in, Kind kind, F f) {
 template <class F>
 cudaError_t with_launches(Quantize const& p, F f) {
   Kind const kind = p.out == DType::kF8E4M3 ? Kind::kFp8 : p.zero_point == nullptr ? Kind::kInt8 : Kind::kInt8ZeroPoint;
-  return with_launches(p.in, kind, f);
+  return with_launches(p.in, kind, p.sums != nullptr, f);
 }
 
 }  // namespace
@@ -160,8 +179,11 @@ cudaError_t prepare_quantize() {
   return once([] {
     for (DType in : {DType::kF32, DType::kBF16, DType::kF16}) {
       for (auto kind : {quantize::Kind::kInt8, quantize::Kind::kInt8ZeroPoint, quantize::Kind::kFp8}) {
-        cudaError_t const error = quantize::with_launches(in, kind, [](auto launches) { return launches.prepare(); });
-        if (error != cudaSuccess) return error;
+        for (bool sums : {false, true}) {
+          if (sums && kind == quantize::Kind::kFp8) continue;
+          auto const prepare = [](auto launches) { return launches.prepare(); };
+          if (cudaError_t const error = quantize::with_launches(in, kind, sums, prepare)) return error;
+        }
       }
     }
     return cudaSuccess;

@@ -27,13 +27,14 @@ struct Quantize {
   bool per_tensor;      // one scale (and zero point) for all rows, else one for each
   float* scale;         // read by quantize_static, written by quantize_dynamic
   int32_t* zero_point;  // likewise; null when symmetric
+  int32_t* sums;        // written: of the int8 values that share a scale; null where they are not asked for
 };
 
 // Loads the kernels on the current device, so that nothing is loaded while a stream is captured. Later calls return at
 // once.
 cudaError_t prepare_quantize();
 
-// Submit the quantizers' kernels on the current device, up to five, and none for empty arrays unless they have dynamic
+// Submit the quantizers' kernels on the current device, up to six, and none for empty arrays unless they have dynamic
 // scales. Reading the range of a whole tensor takes two words of workspace.
 cudaError_t quantize_static(Quantize const& problem, Submit const& submit);
 cudaError_t quantize_dynamic(Quantize const& problem, uint32_t* workspace, Submit const& submit);

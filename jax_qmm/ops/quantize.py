@@ -219,12 +219,10 @@ def _dynamic_kernel(x, *, qtype, axes, symmetric, sums):
     layout = _rows_and_columns(x.shape, scale_shape, dynamic=True)
     column = functools.partial(jax.ShapeDtypeStruct, (math.prod(scale_shape), 1))
     workspace = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    results = [jax.ShapeDtypeStruct(layout, qtype), column(jnp.float32), workspace]
-    call = jax.ffi.ffi_call("jax_qmm_quantize_dynamic", results if symmetric else [*results, column(jnp.int32)])
-    qvalue, scale, _, *zero_point = call(x.reshape(layout))
-    qvalue = qvalue.reshape(x.shape)
-    rest = [reference.sums(qvalue, axes)] if sums else []
-    return [qvalue, *(parameter.reshape(scale_shape) for parameter in (scale, *zero_point)), *rest]
+    integers = [column(jnp.int32)] * ((not symmetric) + sums)
+    results = [jax.ShapeDtypeStruct(layout, qtype), column(jnp.float32), workspace, *integers]
+    qvalue, scale, _, *integers = jax.ffi.ffi_call("jax_qmm_quantize_dynamic", results)(x.reshape(layout), sums=sums)
+    return [qvalue.reshape(x.shape), *(parameter.reshape(scale_shape) for parameter in (scale, *integers))]
 
 
 def _static_kernel(x, *parameters, qtype, sums):
@@ -234,10 +232,13 @@ def _static_kernel(x, *parameters, qtype, sums):
     layout: Any = _rows_and_columns(x.shape, scale_shape, dynamic=False)
     varies = [axis for axis, size in enumerate(scale_shape) if size != 1]
     per_row = x.shape[: varies[-1] + 1] + (1,) * (x.ndim - varies[-1] - 1) if varies else scale_shape
-    as_column = lambda parameter: jnp.broadcast_to(parameter, per_row).reshape(layout[0] if varies else 1, 1)
-    call = jax.ffi.ffi_call("jax_qmm_quantize_static", jax.ShapeDtypeStruct(layout, qtype))
-    qvalue = call(x.reshape(layout), *map(as_column, parameters)).reshape(x.shape)
-    return [qvalue, *([reference.sums(qvalue, _shared(scale_shape))] if sums else [])]
+    column = (layout[0] if varies else 1, 1)
+    as_column = lambda parameter: jnp.broadcast_to(parameter, per_row).reshape(column)
+    results = [jax.ShapeDtypeStruct(layout, qtype), *[jax.ShapeDtypeStruct(column, jnp.int32)] * sums]
+    call = jax.ffi.ffi_call("jax_qmm_quantize_static", results)
+    qvalue, *of_rows = call(x.reshape(layout), *map(as_column, parameters))
+    whole = (reference.sums(part.reshape(per_row), _shared(scale_shape)) for part in of_rows)
+    return [qvalue.reshape(x.shape), *whole]
 
 
 def _describe(kind, x, axes, sums):
@@ -254,8 +255,8 @@ def _static_describe(operands, results, *, sums, **params):
     return _describe("static", x, _shared(scale.shape), sums)
 
 
-def _choice(operands, results, *, sums, **params):
-    return "kernel, and XLA for the sums" if sums else "kernel"
+def _choice(operands, results, **params):
+    return "kernel"
 
 
 # Batching

@@ -28,9 +28,10 @@ ONE_TILE(kS8, 2, 64, 32, 128, 1, 1, 6, 1, true)
 """
 EXACT = "tests/ops/test_scaled_mm_gpu.py::test_int8_is_exact_for_every_shape[{}]"
 CHOICES = "tests/ops/test_scaled_mm_choices_gpu.py::test_every_choice_gives_the_same_int8_result[{}-bfloat16]"
+SUMS = "tests/ops/test_quantize_gpu.py::test_sums_of_what_shares_a_scale[float32-8200]"
 ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
 TESTS = {
-    "quantize": [ROWS.format(cols) for cols in (100, 1000, 4096, 8200)],
+    "quantize": [*(ROWS.format(cols) for cols in (100, 1000, 4096, 8200)), SUMS],
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
     "skinny": [CHOICES.format((7, 200, 4624))],
     "one tile": [CHOICES.format((7, 200, 4624)), CHOICES.format((130, 1544, 272))],
@@ -66,6 +67,13 @@ MUTANTS = [
     Mutant(
         "quantize: idle warps' ranges too", QUANTIZE, "lane < blockDim.x / 32 ? warps[lane] : Range{}", "warps[lane]"
     ),
+    Mutant(
+        "quantize: no barrier in the sums' reduction",
+        QUANTIZE,
+        "    __syncthreads();\n    sum = __reduce",
+        "    sum = __reduce",
+    ),
+    Mutant("quantize: one sum too many is cleared", QUANTIZE, "if (row < rows) of_rows", "if (row <= rows) of_rows"),
     Mutant(
         "generic: no barrier before a tile is stored", GENERIC, "    __syncthreads();\n    store_tile", "    store_tile"
     ),

@@ -275,3 +275,38 @@ def test_runs_are_equal(emulated):
     run = jax.jit(lambda x: [jax_qmm.quantize(x, axis=axis, symmetric=False) for axis in (-1, None)])
     first, second = jax.device_get((run(x), run(x)))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second)))
+
+
+@pytest.mark.parametrize("cols", [0, 1, 31, 256, 264, 1000, 4104, 8200, 16392, 65537])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_what_shares_a_scale(dtype, cols):
+    """In every way that has a kernel, of the handlers themselves; the values and scales stay what they are."""
+    rows = 3
+    x = np.random.default_rng(cols).standard_normal((rows, cols), np.float32).astype(dtype)
+    x[1, cols // 2 :] = np.nan  # for which no quick division serves
+    column = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    values, workspace = jax.ShapeDtypeStruct(x.shape, jnp.int8), jax.ShapeDtypeStruct((2,), jnp.uint32)
+    for zero_points in (False, True):
+        for count in (rows, 1):
+            scales = jax.ShapeDtypeStruct((count, 1), jnp.float32)
+            others = [column((count, 1))] * zero_points
+            dynamic = [values, scales, workspace, *others]
+            call = functools.partial(jax.ffi.ffi_call, "jax_qmm_quantize_dynamic")
+            plain = jax.jit(lambda x: call(dynamic)(x, sums=False))(x)
+            *same, got = jax.jit(lambda x: call([*dynamic, column((count, 1))])(x, sums=True))(x)
+            what = f"{count} scales, zero points: {zero_points}"
+            for a, b in zip((plain[0], plain[1], *plain[3:]), (same[0], same[1], *same[3:])):
+                assert_same(np.asarray(a), np.asarray(b), what)
+            check_sums(plain[0], got, what)
+
+            given = [np.float32([[0.01], [0.0], [1.0]])[:count], np.int32([[7], [-3], [0]])[:count]][: 1 + zero_points]
+            call = functools.partial(jax.ffi.ffi_call, "jax_qmm_quantize_static")
+            plain = jax.jit(lambda *operands: call(values)(*operands))(x, *given)
+            same, got = jax.jit(lambda *operands: call([values, column((count, 1))])(*operands))(x, *given)
+            assert_same(np.asarray(plain), np.asarray(same), f"static, {what}")
+            check_sums(plain, got, f"static, {what}")
+
+
+def check_sums(values, got, what):
+    of_rows = np.asarray(values).sum(1, dtype=np.int32, keepdims=True)
+    assert_same(np.asarray(got), of_rows if len(got) > 1 else of_rows.sum(0, dtype=np.int32, keepdims=True), what)
