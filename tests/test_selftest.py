@@ -22,7 +22,7 @@ class Extension:
     def __init__(self):
         self.forced = {}  # kernel by (M, N, K, dtype)
 
-        def problem(m, n, k, batch, dtype, out_dtype, fast_accum):
+        def problem(m, n, k, batch, dtype, out_dtype, fast_accum, full_epilogue):
             choices = [(i, 1) for i in range(len(KERNELS) if k % 16 == 0 else 1)]
             tune = lambda choice, gpu: self.forced.update({(m, n, k, dtype): self.describe_scaled_mm(choice)})
             return types.SimpleNamespace(choices=lambda gpu: choices, tune=tune)
@@ -58,14 +58,17 @@ def main(extension, monkeypatch):
 
 
 def spoil(monkeypatch, extension, kernel, by):
-    """Adds `by` to one element of what this kernel gives."""
-    for name in ("scaled_mm", "scaled_mm_azp_per_token"):
+    """Adds `by` to one element of what this kernel gives; changes one of 8 bits."""
+    for name in ("scaled_mm", "scaled_mm_azp_per_token", "scaled_mm_zero_points"):
         op = getattr(jax_qmm, name)
 
         def spoiled(a, b, *args, op=op, **kwargs):
             out = op(a, b, *args, **kwargs)
             forced = extension.forced[a.shape[0], b.shape[0], a.shape[1], a.dtype.name]
-            return out.at[-1, -1].add(by) if forced == kernel else out
+            if forced != kernel:
+                return out
+            last = out[-1, -1]
+            return out.at[-1, -1].set(last + by if out.itemsize > 1 else jnp.where(last == 1, 2, 1).astype(out.dtype))
 
         monkeypatch.setattr(jax_qmm, name, spoiled)
 
@@ -89,7 +92,9 @@ def test_a_wrong_kernel_is_found(extension, monkeypatch, kernel):
 
 
 def test_fp8_may_differ_as_tensor_cores_do_and_int8_not_at_all(extension, monkeypatch):
-    monkeypatch.setattr(selftest, "KINDS", (("int8", "float32", False), ("float8_e4m3fn", "float32", True)))
+    monkeypatch.setattr(
+        selftest, "KINDS", (("int8", "float32", False, False), ("float8_e4m3fn", "float32", True, False))
+    )
     monkeypatch.setattr(selftest, "ARRAYS", ())
     spoil(monkeypatch, extension, "generic", by=2.0**-8)
     results, _ = selftest.run(extension, GPU)
@@ -119,7 +124,7 @@ def test_what_cannot_run_is_named_and_the_rest_goes_on(extension, monkeypatch):
 
     monkeypatch.setattr(jax_qmm, "scaled_mm", fail)  # int8 with zero points goes another way
     results, failures = selftest.run(extension, GPU)
-    assert len(failures) == 4 * 2 and failures[0] == "scaled_mm int8 int32 False, M 17, K 48 failed: CUDA error"
+    assert len(failures) == 9 * 2 and failures[0] == "scaled_mm int8 int32 False False, M 17, K 48 failed: CUDA error"
     assert {"scaled_mm, int8 to bfloat16", "quantize, float32 to int8"} <= {result.op for result in results}
 
 
@@ -165,7 +170,7 @@ def test_without_a_gpu_the_command_says_what_it_would_do(monkeypatch, capsys):
 @pytest.mark.parametrize("kind", selftest.KINDS, ids=str)
 def test_the_kernels_pass_scaled_mm(kind):
     kernels, _ = _extension._load()
-    results = [*selftest.check_scaled_mm(kernels, _extension.gpu(), kind, 17, 272)]
+    results = [*selftest.check_scaled_mm(kernels, _extension.gpu(), kind, 7, 272)]
     kernels.clear_scaled_mm_tuning()
     assert len(results) > 1 and [result for result in results if result.wrong] == []
 

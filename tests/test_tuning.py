@@ -240,6 +240,23 @@ def test_every_kernel_of_the_table_has_a_cost_on_the_h200(extension, h200):
     assert words == set(costs) and len(words) == len(costs)
 
 
+# dtype, out_dtype, fast_accum and that the kernels have the full epilogue.
+FULL_EPILOGUE = [
+    (dtype, out_dtype, fast_accum, True)
+    for dtype, fast_accum in (("int8", False), ("float8_e4m3fn", True), ("float8_e4m3fn", False))
+    for out_dtype in ("bfloat16", "float32", "int8", "float8_e4m3fn")
+]
+
+
+@pytest.mark.parametrize("kind", FULL_EPILOGUE, ids=str)
+def test_kernels_with_the_full_epilogue_have_the_costs_of_those_with_the_plain_one(extension, h200, kind):
+    costs = {cost.kernel for cost in tuning.load_costs(tuning.packaged(h200)) if cost.dtype == kind[0]}
+    problem = extension.ScaledMmProblem(1, 4096, 4096, 1, *kind)
+    words = [extension.describe_scaled_mm((kernel, 1)) for kernel, _ in problem.choices(h200) if kernel >= 0]
+    assert words and all(" full epilogue" in name for name in words)
+    assert {name.replace(" full epilogue", "").removesuffix(" swizzle 1") for name in words} <= costs
+
+
 def test_a_gpu_without_a_file_gets_the_costs_of_its_architecture(extension, h200):
     fewer = extension.Gpu("NVIDIA H100 NVL", 114, 90)
     assert extension.scaled_mm_costs_of(h200) == extension.scaled_mm_costs_of(fewer) == "NVIDIA H200"
@@ -255,7 +272,7 @@ def test_a_gpu_without_a_file_gets_the_costs_of_its_architecture(extension, h200
 
 @pytest.mark.parametrize(("n", "k", "batch"), [(4096, 4096, 1), (57344, 8192, 1), (128, 64, 3), (4096, 4096, 1024)])
 @pytest.mark.parametrize(
-    ("dtype", "out_dtype", "fast_accum"),
+    "kind",
     [
         ("int8", "bfloat16", False),
         ("int8", "int32", False),
@@ -263,12 +280,14 @@ def test_a_gpu_without_a_file_gets_the_costs_of_its_architecture(extension, h200
         ("float8_e4m3fn", "float32", True),
         ("float8_e4m3fn", "bfloat16", False),
         ("float8_e4m3fn", "float32", False),
+        *FULL_EPILOGUE,
     ],
+    ids=str,
 )
-def test_aligned_products_get_a_kernel_made_for_hopper(extension, h200, dtype, out_dtype, fast_accum, n, k, batch):
+def test_aligned_products_get_a_kernel_made_for_hopper(extension, h200, kind, n, k, batch):
     """Not the one for any alignment, which is slower."""
     for m in (*range(1, 600), 4096, 100_000):
-        choice = extension.ScaledMmProblem(m, n, k, batch, dtype, out_dtype, fast_accum).select(h200)
+        choice = extension.ScaledMmProblem(m, n, k, batch, *kind).select(h200)
         assert extension.describe_scaled_mm(choice).startswith("sm90"), m
 
 

@@ -54,20 +54,17 @@ struct PlainOutput {
   }
 };
 
-// y / (1 + exp(x)).
+// y / (1 + exp(x)), off by less than 2^-20 |y|, whether x is -y or gelu's.
 //
-// CUDA documents an error of 1 ulp for expf, at most 2^-23 of the value, and of 2 ulp for __fdividef, 2^-22; the sum is
-// rounded once, 2^-24. In all the result is off by less than 2^-21 of its value. From 2^126 on, where x is above 87.3,
-// __fdividef gives 0: for x = -y, instead of less than 2^-119.
+// CUDA documents errors of at most 2 ulp for expf and __fdividef, 2^-22 of their values; the sum is rounded once,
+// 2^-24. gelu's x is off by 2^-22 of itself: no more than four roundings follow one another on the way to it. That
+// moves the result by |x| s (1 - s) 2^-22 |y| with s = 1 / (1 + exp(x)), of which |x| s (1 - s) is below 0.23 for every
+// x. From 2^126 on, where x is above 87.3, __fdividef gives 0 instead of less than 2^-119.
 __device__ inline float logistic_product(float y, float x) { return __fdividef(y, 1.0f + expf(x)); }
 
 __device__ inline float silu(float y) { return logistic_product(y, -y); }
 
-// With tanh, written as y / (1 + exp(-2u)), u = sqrt(2 / pi) * (y + 0.044715 * y^3).
-//
-// The exponent x is off by 2^-22 of itself: two rounded constants and three operations, of which no path has more than
-// four. That moves the result by y * x * s * (1 - s) * 2^-22 with s = 1 / (1 + exp(x)). The product of the four is
-// below 0.26 for every y, so the result is off by less than 2^-21 of its value and 2^-23.
+// The tanh form: x = -2u, u = sqrt(2 / pi) * (y + 0.044715 * y^3).
 __device__ inline float gelu(float y) {
   constexpr float kOnce = -1.5957691216057308f, kCubed = -0.07135481627260026f;  // -2 sqrt(2 / pi), times 0.044715
   return logistic_product(y, y * fmaf(kCubed, y * y, kOnce));

@@ -10,6 +10,8 @@
 
 namespace jax_qmm {
 
+constexpr bool kFullEpilogue = true;  // in the table of kernels
+
 // Each as an Of<type, whether it goes along the rows>. Plain kernels have these terms alone: more would cost their
 // machine code registers and shared memory.
 template <bool kFull, template <class, bool> class Of>

@@ -10,7 +10,8 @@ pytestmark = pytest.mark.gpu
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 # M, N, K: ragged in whatever a kernel tiles; the last is aligned for the general kernel alone.
-SHAPES = [(1, 144, 16), (7, 208, 2064), (33, 272, 1040), (150, 272, 272), (33, 75, 67)]
+SHAPES = [(1, 144, 16), (7, 208, 2064), (33, 272, 1040), (33, 75, 67)]
+SEVERAL_TILES = (130, 1552, 272)  # for each persistent block
 EXACT = {"none": (-np.inf, np.inf), "relu": (0, np.inf), "relu6": (0, 6), "clamp": (-1.5, 0.75)}
 OUT_SCALE, OUT_ZERO_POINT = np.float32(0.37), -9
 
@@ -91,8 +92,11 @@ def assert_same(got, want, message=""):
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, np.float32, np.int8, E4M3])
-@pytest.mark.parametrize("activation", EXACT)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "activation"),
+    [(shape, activation) for shape in SHAPES for activation in EXACT] + [(SEVERAL_TILES, "clamp")],
+    ids=str,
+)
 def test_int8_is_exact(extension, gpu, oracle, shape, activation, out_dtype):
     a, b, vectors = operands(*shape, np.int8, out_dtype)
     y = clamp(float32_result(oracle, a[0], b[0], vectors), *EXACT[activation])
@@ -104,7 +108,7 @@ def test_int8_is_exact(extension, gpu, oracle, shape, activation, out_dtype):
 
 @pytest.mark.parametrize("fast_accum", [True, False])
 @pytest.mark.parametrize("out_dtype", [BF16, np.float32, np.int8, E4M3])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, SEVERAL_TILES], ids=str)
 def test_fp8_on_exact_sums(extension, gpu, oracle, shape, out_dtype, fast_accum):
     a, b, vectors = operands(*shape, E4M3, out_dtype)
     want = rounded(clamp(float32_result(oracle, a[0], b[0], vectors), 0, 6), vectors, out_dtype)
@@ -122,34 +126,33 @@ def gelu(y):
     return y / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
 
 
-def assert_within(got, exact, absolute, words):
-    """cuda/scaled_mm/output.cuh derives this bound; then one rounding to the output."""
-    close = 2.0**-21 * np.abs(exact) + absolute
+def assert_within(got, y, exactly, words):
+    """cuda/scaled_mm/output.cuh derives the bound of the float32 result, which is then rounded to the output."""
+    y = y.astype(np.float64)
+    close = 2.0**-20 * np.abs(y)
     half_ulp = 0 if got.dtype == np.float32 else float(jnp.finfo(got.dtype).eps) / 2
-    bound = close + half_ulp * (np.abs(exact) + close)
-    assert (np.abs(got.astype(np.float64) - exact) <= bound).all(), words
+    bound = close + half_ulp * (np.abs(exactly(y)) + close)
+    assert (np.abs(got.astype(np.float64) - exactly(y)) <= bound).all(), words
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, np.float32])
-@pytest.mark.parametrize("activation, exactly, absolute", [("silu", silu, 2.0**-119), ("gelu", gelu, 2.0**-23)])
+@pytest.mark.parametrize("activation, exactly", [("silu", silu), ("gelu", gelu)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_silu_and_gelu_stay_within_their_bound(extension, gpu, oracle, shape, out_dtype, activation, exactly, absolute):
+def test_silu_and_gelu_stay_within_their_bound(extension, gpu, oracle, shape, out_dtype, activation, exactly):
     a, b, vectors = operands(*shape, np.int8, out_dtype)
-    exact = exactly(float32_result(oracle, a[0], b[0], vectors).astype(np.float64))
+    y = float32_result(oracle, a[0], b[0], vectors)
     for words in choices(extension, gpu, *shape, np.int8, out_dtype):
-        assert_within(call(a, b, vectors, out_dtype, activation)[0], exact, absolute, words)
+        assert_within(call(a, b, vectors, out_dtype, activation)[0], y, exactly, words)
 
 
-@pytest.mark.parametrize("activation, exactly, absolute", [("silu", silu, 2.0**-119), ("gelu", gelu, 2.0**-23)])
-def test_activations_of_every_size_of_float(activation, exactly, absolute):
+@pytest.mark.parametrize("activation, exactly", [("silu", silu), ("gelu", gelu)])
+def test_activations_of_every_size_of_float(activation, exactly):
     y = np.concatenate([np.float32(sign) * np.geomspace(1e-38, 3e38, 1000, dtype=np.float32) for sign in (1, -1)])
     y = np.concatenate([y, np.linspace(-100, 20, 1200, dtype=np.float32), np.float32([0, np.inf, np.nan])])
     a, b = np.zeros((1, 1, 4), np.int8), np.zeros((1, len(y), 4), np.int8)
     got = call(a, b, {"bias": y[None]}, np.float32, activation)[0, 0]
-    exact = np.where(y == np.inf, np.inf, exactly(y.astype(np.float64)))
-    finite = np.isfinite(exact)
-    np.testing.assert_array_equal(got[~finite], exact[~finite])
-    assert_within(got[finite], exact[finite], absolute, activation)
+    np.testing.assert_array_equal(got[-2:], y[-2:])
+    assert_within(got[:-2], y[:-2], exactly, activation)
 
 
 @pytest.mark.parametrize("activation, exactly", [("silu", silu), ("gelu", gelu)])
