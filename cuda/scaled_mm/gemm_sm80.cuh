@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(C::kThreads) multistage_kernel(Params p) {
       multiply<C>(acc, fragments_a[step % 2], fragments_b[step % 2]);
     }
   }
-  __syncthreads();  // the terms take the place of the stages
+  __syncthreads();  // the terms take the place of the stages, from one of which fragments were loaded in vain
 
   auto* const rows = reinterpret_cast<Terms<true, Value>*>(shared);
   auto* const columns = rows + C::kTileM;

@@ -105,12 +105,6 @@ MUTANTS = [
         "        wait_for_copies<C::kStages - 1>();",
     ),
     Mutant(
-        "multistage: no barrier before the terms",
-        MULTISTAGE,
-        "  __syncthreads();  // the terms take",
-        "  // the terms take",
-    ),
-    Mutant(
         "multistage: no barrier before other slices' sums are read",
         MULTISTAGE,
         "    __syncthreads();\n    if (slice > 0) return;",
