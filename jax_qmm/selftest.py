@@ -137,13 +137,15 @@ def _output(kind) -> dict[str, Any]:
     return options
 
 
-def _by_kernels(kind, a, b, scale_a=1.0, scale_b=1.0, bias=None, azp=None, azp_adj=None, sums_a=None, azp_b=None):
+def _by_kernels(kind, a, b, scale_a=1.0, scale_b=1.0, bias=None, **terms: Any):
     dtype, out_dtype, fast_accum, _ = kind
     options = {"out_dtype": out_dtype} | _output(kind)
-    if azp_b is not None:
-        sums = {"sums_a": sums_a + a.shape[1] * azp, "sums_b": azp_adj}
+    if "azp_b" in terms:
+        azp, azp_b = terms["azp"], terms["azp_b"]
+        sums = {"sums_a": terms["sums_a"] + a.shape[1] * azp, "sums_b": terms["azp_adj"]}
         return jax_qmm.scaled_mm_zero_points(a, b, scale_a, scale_b, azp, azp_b, bias, **sums, **options)
-    if azp is not None:
+    if "azp" in terms:
+        azp, azp_adj = terms["azp"], terms["azp_adj"]
         return jax_qmm.scaled_mm_azp_per_token(a, b, scale_a, scale_b, azp_adj, azp, bias, **options)
     if dtype != "int8" and not fast_accum:
         options["precision"] = "highest"
