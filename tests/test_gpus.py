@@ -45,6 +45,8 @@ def test_gpus_that_nothing_was_measured_on_get_kernels_by_their_description(
         for k in (4096, 4104, 4100, 4097):
             problem = extension.ScaledMmProblem(m, 4096, k, 1, dtype, "bfloat16", fast_accum)
             words = [extension.describe_scaled_mm(choice) for choice in (problem.select(gpu), *problem.choices(gpu))]
+            wide = extension.ScaledMmProblem(m, 8192, k, 1, dtype, "bfloat16", fast_accum)
+            assert wide.select(gpu) in wide.choices(gpu)
             skinny = ("sm90 16x8",) if k % 16 == 0 else ()
             assert all(word.startswith(("sm80", "generic", *skinny)) for word in words)
             assert words[0].startswith("generic") == (k % 4 != 0)

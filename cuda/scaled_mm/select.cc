@@ -48,7 +48,7 @@ int swizzle_for(Instance const& i, ScaledMm const& p) {
   int constexpr kSquare = 8;
   bool const fits =
       ceil_div(p.m, i.tile_m) % (kSquare * i.cluster_m) == 0 && ceil_div(p.n, i.tile_n) % (kSquare * i.cluster_n) == 0;
-  return fits && !i.swap && p.m >= 4096 && p.n >= 8192 ? kSquare : 1;
+  return i.persistent() && fits && !i.swap && p.m >= 4096 && p.n >= 8192 ? kSquare : 1;
 }
 
 namespace {

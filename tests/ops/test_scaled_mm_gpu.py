@@ -258,7 +258,7 @@ def test_float8_stays_within_the_bound(shape, precision, restart):
     assert np.all(np.abs(got - want) <= narrow_accumulator_bound(a, b, restart))
 
 
-def test_full_accumulation_is_closer_than_fast(gpu, emulated):
+def test_full_accumulation_is_closer_than_fast(extension, gpu, emulated):
     rng = np.random.default_rng(0)
     a, b = (
         rng.random((16 if emulated else 128, 8192)).astype(E4M3) for _ in range(2)
@@ -269,7 +269,8 @@ def test_full_accumulation_is_closer_than_fast(gpu, emulated):
         for p in (None, jax.lax.Precision.HIGHEST)
     ]
     assert off[1] < 2.0**-10 * want.max()
-    if gpu.arch == 90:  # before there is no narrow accumulator, or mma.sync's, which the emulator takes for full
+    # Others have no narrow accumulator, or mma.sync's, which the emulator and Hopper have in full.
+    if gpu.arch == 90 and "90a" in extension.architectures():
         assert off[1] < off[0] / 4
 
 
