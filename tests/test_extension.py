@@ -213,9 +213,9 @@ def test_the_default_devices_are_found_also_while_tracing():
 
 def test_an_unfit_gpu_is_named_with_what_it_lacks(extension):
     assert extension.why_unfit("NVIDIA H200", 90, 13000) == extension.why_unfit("NVIDIA H200", 90, 0) == ""
-    why = extension.why_unfit("NVIDIA A100-SXM4", 80, 13000)
-    assert why == "NVIDIA A100-SXM4 has compute capability 8.0; this build has kernels for 90a"
-    assert "compute capability 10.0" in extension.why_unfit("NVIDIA B200", 100, 13000)
+    why = extension.why_unfit("Tesla T4", 75, 13000)
+    archs = ", ".join(extension.architectures())
+    assert why.startswith(f"Tesla T4 has compute capability 7.5; this build has kernels for {archs}")
 
 
 def test_an_old_driver_is_named_with_what_helps(extension):

@@ -339,6 +339,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   };
   Terms<T::kFull, EachOf> of_columns;
   each_term(load_of_columns, of_columns, smem.terms);
+  if constexpr (T::kFull) cudaGridDependencySynchronize();  // these warps load the output's scale, and have not waited
   auto const output = p.epilogue.output.at(l);
   auto* const out =
       static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + first_n + column;
