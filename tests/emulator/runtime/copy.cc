@@ -364,19 +364,18 @@ void nothing(Warp&, Inst const&, uint32_t) {}
 bool decode_copy(Pending& p) {
   Inst& i = p.inst;
   std::string_view const op = p.parts[0];
-  auto const part = [&](size_t n) { return n < p.parts.size() ? p.parts[n] : std::string_view(); };
-  if (op == "st" && part(1) == "async") {
+  if (op == "st" && p.part(1) == "async") {
     i.cls = Class::LoadStore;
     i.vec = i.width(1);
     i.exec = st_async;
-  } else if (op == "cp" && part(1) == "async" && part(2) != "bulk") {
+  } else if (op == "cp" && p.part(1) == "async" && p.part(2) != "bulk") {
     i.cls = Class::Copy;
-    if (part(2) == "commit_group") {
+    if (p.part(2) == "commit_group") {
       i.exec = cp_async_commit;
-    } else if (part(2) == "wait_group" || part(2) == "wait_all") {
-      i.aux2 = part(2) == "wait_all" ? -1 : i.op(0).imm;
+    } else if (p.part(2) == "wait_group" || p.part(2) == "wait_all") {
+      i.aux2 = p.part(2) == "wait_all" ? -1 : i.op(0).imm;
       i.exec = cp_async_wait;
-    } else if (part(2) == "mbarrier") {
+    } else if (p.part(2) == "mbarrier") {
       return false;
     } else {
       int const rest = i.count() - 3 - p.has("L2::cache_hint");
@@ -384,27 +383,27 @@ bool decode_copy(Pending& p) {
       i.vec = rest > 0 && i.op(3).cls == RegClass::Pred ? 2 : 1;
       i.exec = cp_async;
     }
-  } else if (op == "cp" && part(1) == "async" && part(2) == "bulk") {
+  } else if (op == "cp" && p.part(1) == "async" && p.part(2) == "bulk") {
     i.cls = Class::Copy;
-    if (part(3) == "commit_group") {
+    if (p.part(3) == "commit_group") {
       i.aux = 1;
       i.exec = cp_async_commit;
-    } else if (part(3) == "wait_group") {
+    } else if (p.part(3) == "wait_group") {
       i.aux = 1;
       i.aux2 = i.op(0).imm;
       i.exec = cp_async_wait;
-    } else if (part(3) == "prefetch") {
+    } else if (p.part(3) == "prefetch") {
       i.cls = Class::Other;
       i.exec = nothing;
-    } else if (part(3) == "tensor") {
+    } else if (p.part(3) == "tensor") {
       if (p.has("im2col") || p.has("tile::gather4") || p.has("tile::scatter4"))
         throw Error("this mode is not implemented");
-      i.aux = part(4)[0] - '0';
-      bool const to_shared = part(5).substr(0, 6) == "shared";
+      i.aux = p.part(4)[0] - '0';
+      bool const to_shared = p.part(5).substr(0, 6) == "shared";
       i.aux2 = p.has("multicast::cluster") ? 3 : 0;
       i.exec = to_shared ? tma_load : tma_store;
     } else {
-      bool const to_shared = part(3).substr(0, 6) == "shared", from_global = part(4) == "global";
+      bool const to_shared = p.part(3).substr(0, 6) == "shared", from_global = p.part(4) == "global";
       i.aux = to_shared ? (from_global ? 0 : 1) : 2;
       i.aux2 = p.has("multicast::cluster") ? 4 : 0;
       i.exec = bulk_copy;

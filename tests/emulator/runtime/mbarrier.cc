@@ -181,40 +181,32 @@ void mbarrier_complete_tx(Cta& t, uint32_t offset, uint32_t bytes, Clocks const&
 bool decode_mbarrier(Pending& p) {
   Inst& i = p.inst;
   std::string_view const op = p.parts[0];
-  auto const part = [&](size_t n) { return n < p.parts.size() ? p.parts[n] : std::string_view(); };
-  auto const sync = [&](SyncExec exec, Class cls, int destinations) {
-    i.flow = Flow::Sync;
-    i.sync = exec;
-    i.cls = cls;
-    i.destinations = destinations;
-    return true;
-  };
   if (op == "mbarrier") {
     i.cls = Class::Barrier;
-    if (part(1) == "init")
+    if (p.part(1) == "init")
       i.exec = mbarrier_init;
-    else if (part(1) == "inval")
+    else if (p.part(1) == "inval")
       i.exec = mbarrier_inval;
-    else if (part(1) == "arrive" || part(1) == "arrive_drop") {
-      i.aux = (p.has("expect_tx") ? 1 : 0) | (part(1) == "arrive_drop" ? 2 : 0);
+    else if (p.part(1) == "arrive" || p.part(1) == "arrive_drop") {
+      i.aux = (p.has("expect_tx") ? 1 : 0) | (p.part(1) == "arrive_drop" ? 2 : 0);
       // A state is returned where the first operand is no address.
       i.aux2 = i.aux & 1 ? (i.count() > 2 ? 1 : 0)
                          : (i.count() > 1 && (i.op(0).sink || i.op(0).cls == RegClass::Pair) ? 1 : 0);
       i.destinations = i.aux2;
       i.exec = mbarrier_arrive;
-    } else if (part(1) == "expect_tx" || part(1) == "complete_tx") {
-      i.aux = part(1) == "expect_tx" ? 1 : -1;
+    } else if (p.part(1) == "expect_tx" || p.part(1) == "complete_tx") {
+      i.aux = p.part(1) == "expect_tx" ? 1 : -1;
       i.exec = mbarrier_tx;
-    } else if (part(1) == "test_wait" || part(1) == "try_wait") {
-      i.aux = (p.has("parity") ? 1 : 0) | (part(1) == "try_wait" ? 2 : 0);
-      return sync(mbarrier_wait, Class::Barrier, 1);
-    } else if (part(1) == "pending_count") {
+    } else if (p.part(1) == "test_wait" || p.part(1) == "try_wait") {
+      i.aux = (p.has("parity") ? 1 : 0) | (p.part(1) == "try_wait" ? 2 : 0);
+      return p.sync(mbarrier_wait, Class::Barrier, 1);
+    } else if (p.part(1) == "pending_count") {
       i.destinations = 1;
       i.exec = mbarrier_pending;
     } else {
       return false;
     }
-  } else if (op == "cp" && part(2) == "mbarrier") {
+  } else if (op == "cp" && p.part(2) == "mbarrier") {
     i.cls = Class::Barrier;
     i.aux = p.has("noinc");
     i.exec = cp_async_mbarrier;

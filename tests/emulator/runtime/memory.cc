@@ -252,7 +252,6 @@ void count_global(Warp& w, uint64_t const* addresses, uint32_t lanes, uint32_t s
 bool decode_memory(Pending& p) {
   Inst& i = p.inst;
   std::string_view const op = p.parts[0];
-  auto const part = [&](size_t n) { return n < p.parts.size() ? p.parts[n] : std::string_view(); };
   i.space = space_of(p);
   i.cls = Class::LoadStore;
   i.releases = p.has("release") || p.has("acq_rel");
@@ -271,7 +270,7 @@ bool decode_memory(Pending& p) {
     i.vec = i.width(1);
     i.exec = store;
   } else if (op == "atom" || op == "red") {
-    if (part(1) == "async") throw Error("red.async is not implemented");
+    if (p.part(1) == "async") throw Error("red.async is not implemented");
     static char const* const names[] = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"};
     i.aux = -1;
     for (int j = 0; j < 10; ++j)
@@ -293,13 +292,13 @@ bool decode_memory(Pending& p) {
   } else if (op == "createpolicy") {
     i.destinations = 1;
     i.exec = policy;
-  } else if (op == "fence" && ((part(1) == "proxy" && part(2).substr(0, 5) == "async" && !p.has("global")) ||
-                               part(1) == "mbarrier_init")) {
+  } else if (op == "fence" && ((p.part(1) == "proxy" && p.part(2).substr(0, 5) == "async" && !p.has("global")) ||
+                               p.part(1) == "mbarrier_init")) {
     i.cls = Class::Other;
-    i.aux = part(1) == "proxy";
+    i.aux = p.part(1) == "proxy";
     i.exec = fence;
-  } else if ((op == "membar" && part(1) != "cta" && part(1) != "proxy") ||
-             (op == "fence" && part(1) != "proxy" && (p.has("gpu") || p.has("sys")))) {
+  } else if ((op == "membar" && p.part(1) != "cta" && p.part(1) != "proxy") ||
+             (op == "fence" && p.part(1) != "proxy" && (p.has("gpu") || p.has("sys")))) {
     i.cls = Class::Other;
     i.exec = thread_fence;
   } else if (op == "prefetch" || op == "prefetchu" || op == "fence" || op == "membar" || op == "griddepcontrol" ||

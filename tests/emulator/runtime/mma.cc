@@ -195,13 +195,6 @@ uint32_t movmatrix(Warp& w, Inst const& i, uint32_t lanes) {
 bool decode_mma(Pending& p) {
   Inst& i = p.inst;
   std::string_view const op = p.parts[0];
-  auto const sync = [&](SyncExec exec, int destinations) {
-    i.flow = Flow::Sync;
-    i.sync = exec;
-    i.cls = Class::Mma;
-    i.destinations = destinations;
-    return true;
-  };
   auto const [types, shape] = mma_name(p);
   if (op == "mma") {
     if (p.has("sp") || p.has("sp::ordered_metadata") || types.size() != 4 || shape.size() != 3)
@@ -212,7 +205,7 @@ bool decode_mma(Pending& p) {
     if (s->m == 8 && is_float(s->a) && s->a != Type::F64) throw Error("mma.m8n8k4 of f16 is not implemented");
     if (s->a == Type::B1) throw Error("mma of single bits is not implemented");
     i.extra = s;
-    return sync(s->a == Type::F64 ? mma_f64 : mma, 1);
+    return p.sync(s->a == Type::F64 ? mma_f64 : mma, Class::Mma, 1);
   }
   if (op == "ldmatrix" || op == "stmatrix") {
     if (!p.has("m8n8")) throw Error("only m8n8");
@@ -220,11 +213,11 @@ bool decode_mma(Pending& p) {
     if (!p.has("shared") && !p.has("shared::cta") && !p.has("shared::cluster")) i.space = Space::Generic;
     i.aux = p.has("trans");
     i.vec = p.has("x4") ? 4 : p.has("x2") ? 2 : 1;
-    sync(op == "ldmatrix" ? ldmatrix : stmatrix, op == "ldmatrix");
+    p.sync(op == "ldmatrix" ? ldmatrix : stmatrix, Class::Mma, op == "ldmatrix");
     i.cls = Class::LoadStore;
     return true;
   }
-  if (op == "movmatrix") return sync(movmatrix, 1);
+  if (op == "movmatrix") return p.sync(movmatrix, Class::Mma, 1);
   return false;
 }
 

@@ -239,6 +239,16 @@ struct Pending {
       if (parts[i] == modifier) return true;
     return false;
   }
+  // The part at i of the name; empty beyond its end.
+  std::string_view part(size_t i) const { return i < parts.size() ? parts[i] : std::string_view(); }
+  // Makes it an instruction that the warp executes when its lanes have come together.
+  bool sync(SyncExec exec, Class cls, int destinations) {
+    inst.flow = Flow::Sync;
+    inst.sync = exec;
+    inst.cls = cls;
+    inst.destinations = destinations;
+    return true;
+  }
 };
 void decode(Pending& p);
 std::optional<Sreg> special_of(std::string_view name);

@@ -215,45 +215,37 @@ void activemask(Warp& w, Inst const& i, uint32_t lanes) {
 bool decode_sync(Pending& p) {
   Inst& i = p.inst;
   std::string_view const op = p.parts[0];
-  auto const part = [&](size_t n) { return n < p.parts.size() ? p.parts[n] : std::string_view(); };
-  auto const sync = [&](SyncExec exec, Class cls, int destinations) {
-    i.flow = Flow::Sync;
-    i.sync = exec;
-    i.cls = cls;
-    i.destinations = destinations;
-    return true;
-  };
   if (op == "bra" || op == "brx") {
     i.flow = op == "bra" ? Flow::Branch : Flow::BranchIndexed;
     i.cls = Class::Control;
   } else if (op == "exit" || op == "ret") {
     i.flow = Flow::Exit;
     i.cls = Class::Control;
-  } else if (op == "bar" && part(1) == "warp") {
-    return sync(warp_sync, Class::Barrier, 0);
-  } else if (op == "barrier" && part(1) == "cluster") {
-    return sync(part(2) == "arrive" ? cluster_arrive : cluster_wait, Class::Barrier, 0);
+  } else if (op == "bar" && p.part(1) == "warp") {
+    return p.sync(warp_sync, Class::Barrier, 0);
+  } else if (op == "barrier" && p.part(1) == "cluster") {
+    return p.sync(p.part(2) == "arrive" ? cluster_arrive : cluster_wait, Class::Barrier, 0);
   } else if (op == "bar" || op == "barrier") {
     if (p.has("arrive")) i.aux = 1;
     if (p.has("red")) i.aux = p.has("and") ? 2 : p.has("or") ? 3 : 4;
     i.aux2 = i.aux >= 2 ? 1 : 0;
-    return sync(bar, Class::Barrier, i.aux >= 2);
+    return p.sync(bar, Class::Barrier, i.aux >= 2);
   } else if (op == "shfl") {
-    if (part(1) != "sync") throw Error("only shfl.sync");
-    i.aux = part(2) == "up" ? 0 : part(2) == "down" ? 1 : part(2) == "bfly" ? 2 : 3;
-    return sync(shfl, Class::Shuffle, 1);
+    if (p.part(1) != "sync") throw Error("only shfl.sync");
+    i.aux = p.part(2) == "up" ? 0 : p.part(2) == "down" ? 1 : p.part(2) == "bfly" ? 2 : 3;
+    return p.sync(shfl, Class::Shuffle, 1);
   } else if (op == "vote") {
     i.aux = p.has("all") ? 0 : p.has("any") ? 1 : p.has("uni") ? 2 : 3;
-    return sync(vote, Class::Shuffle, 1);
+    return p.sync(vote, Class::Shuffle, 1);
   } else if (op == "match") {
-    i.aux = part(1) == "all";
-    return sync(match, Class::Shuffle, 1);
+    i.aux = p.part(1) == "all";
+    return p.sync(match, Class::Shuffle, 1);
   } else if (op == "redux") {
     if (is_float(i.type)) throw Error("redux of floats is not implemented");
     i.aux = p.has("add") ? 0 : p.has("min") ? 1 : p.has("max") ? 2 : p.has("and") ? 3 : p.has("or") ? 4 : 5;
-    return sync(redux, Class::Shuffle, 1);
+    return p.sync(redux, Class::Shuffle, 1);
   } else if (op == "elect") {
-    return sync(elect, Class::Shuffle, 1);
+    return p.sync(elect, Class::Shuffle, 1);
   } else if (op == "activemask") {
     i.destinations = 1;
     i.cls = Class::Shuffle;

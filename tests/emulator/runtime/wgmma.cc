@@ -270,13 +270,6 @@ uint32_t wgmma_wait(Warp& w, Inst const& i, uint32_t lanes) {
 bool decode_wgmma(Pending& p) {
   Inst& i = p.inst;
   std::string_view const op = p.parts[0];
-  auto const sync = [&](SyncExec exec, int destinations) {
-    i.flow = Flow::Sync;
-    i.sync = exec;
-    i.cls = Class::Mma;
-    i.destinations = destinations;
-    return true;
-  };
   if (op != "wgmma") return false;
   auto const [types, shape] = mma_name(p);
   i.cls = Class::Mma;
@@ -286,7 +279,7 @@ bool decode_wgmma(Pending& p) {
   } else if (p.parts[1] == "commit_group") {
     i.exec = wgmma_commit;
   } else if (p.parts[1] == "wait_group") {
-    sync(wgmma_wait, 0);
+    p.sync(wgmma_wait, Class::Mma, 0);
   } else if (p.parts[1] == "mma_async") {
     if (p.has("sp") || types.size() != 3 || shape.size() != 3) throw Error("this wgmma is not implemented");
     auto s = std::make_shared<WgmmaShape>(
@@ -300,7 +293,7 @@ bool decode_wgmma(Pending& p) {
     }
     i.extra = s;
     i.reads_destination = true;
-    return sync(wgmma, 1);
+    return p.sync(wgmma, Class::Mma, 1);
   } else {
     return false;
   }
