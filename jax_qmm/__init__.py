@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 __path__ = extend_path(__path__, __name__)  # in a checkout, the kernels are those of the installed package
 
 from jax_qmm.explanation import explain
+from jax_qmm.ops.block_scaled_mm import block_scaled_mm
 from jax_qmm.ops.dispatch import export_disabled_checks
 from jax_qmm.ops.dot_general import dot_general, einsum, matmul
 from jax_qmm.ops.fake_quantize import fake_quantize
@@ -16,13 +17,16 @@ from jax_qmm.ops.quantize import quantize
 from jax_qmm.ops.scaled_mm import scaled_mm
 from jax_qmm.ops.zero_points import azp_adjustment, scaled_mm_azp, scaled_mm_azp_per_token, scaled_mm_zero_points
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W8A8, Rule
+from jax_qmm.schemes import W4A16, W8A8, W8A16, Rule
 
 __all__ = [
     "QArray",
     "Rule",
+    "W4A16",
+    "W8A16",
     "W8A8",
     "azp_adjustment",
+    "block_scaled_mm",
     "dot_general",
     "einsum",
     "explain",

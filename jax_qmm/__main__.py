@@ -50,9 +50,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("python -m jax_qmm", description="Quantized matrix multiplication for JAX.")
     top.add_argument("--version", action="store_true", help="say which version this is, of jax and of the kernels too")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    demo = commands.add_parser(
-        "demo", help="train a small transformer on handwritten digits and quantize it three ways"
-    )
+    demo = commands.add_parser("demo", help="train a small transformer on handwritten digits and quantize it five ways")
     demo.add_argument("--png", type=png_file, metavar="FILE", help="also draw the comparison as a PNG")
     demo.add_argument("--seed", type=int, default=0, help="of split, parameters and order (%(default)s)")
     demo.add_argument("--epochs", type=positive, default=20, help="passes over the images (%(default)s)")
@@ -74,6 +72,13 @@ def parser() -> argparse.ArgumentParser:
         "installed, cuBLASLt. Ctrl-C reports what is measured by then.",
     )
     add_arguments(bench)
+    bench.add_argument(
+        "--scheme",
+        choices=["w8a8", "w4a16", "w8a16"],
+        default="w8a8",
+        help="w8a8 measures products of 8-bit operands, w4a16 and w8a16 those of bfloat16 activations with packed "
+        "weights in blocks of 128, beside XLA's of bfloat16 (%(default)s)",
+    )
     bench.add_argument(
         "--peers",
         type=peers,
@@ -101,6 +106,12 @@ def parser() -> argparse.ArgumentParser:
     add_arguments(tune)
     tune.add_argument(
         "--out-dtype", choices=OUT_DTYPES, nargs="+", default=["bfloat16"], help="of the results (bfloat16)"
+    )
+    tune.add_argument(
+        "--full-epilogue",
+        action="store_true",
+        help="products with an activation or with zero points of b, which have kernels of their own; results of 8 bits "
+        "have these anyway",
     )
     tune.add_argument("--file", type=user_path, metavar="PATH", help="the file to write, or to add to")
     tune.set_defaults(run=run_tune)
@@ -150,7 +161,13 @@ def run_selftest() -> None:
     load("selftest", "jax_qmm.selftest").main()
 
 
-def run_bench(*, model, shapes, m, dtype, peers, check, **options) -> None:
+def run_bench(*, scheme, model, shapes, m, dtype, peers, check, **options) -> None:
+    if scheme != "w8a8":
+        if check or peers is not None or options.pop("png"):
+            sys.exit(f"--scheme {scheme} is measured beside XLA's bfloat16 alone: leave --check, --peers and --png out")
+        run = load("benchmark", "jax_qmm.bench.weight_only")
+        named = products(model=model, shapes=shapes, m=m, dtype=["int8"])
+        return run.main(scheme=scheme, shapes=[product[:3] for product in named], **options)
     if options["png"]:  # now, not after minutes, if matplotlib is absent
         load("plot", "jax_qmm.bench.figure")
     run = load("benchmark", "jax_qmm.bench.run")
@@ -164,9 +181,8 @@ def run_bench(*, model, shapes, m, dtype, peers, check, **options) -> None:
         run.main(products=named, peers=peers or [], reference=check, **options)
 
 
-def run_tune(*, model, shapes, m, dtype, out_dtype, file) -> None:
-    named = products(model=model, shapes=shapes, m=m, dtype=dtype, out_dtype=out_dtype)
-    load("tuning", "jax_qmm.bench.tune").main(products=named, file=file)
+def run_tune(*, file, **options) -> None:
+    load("tuning", "jax_qmm.bench.tune").main(products=products(**options), file=file)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -77,7 +77,9 @@ def lowering_platforms(ctx):
 
 
 def lowering_devices(ctx):
-    """The devices that a lowering rule is asked for; none where they are not known."""
+    """The devices that a lowering rule is asked for; none where they are not known, as in an export."""
+    if ctx.module_context.lowering_parameters.for_export:
+        return frozenset()
     axis_context = ctx.module_context.axis_context
     mesh: Any = getattr(axis_context, "mesh", None)  # inside a shard_map
     if isinstance(mesh, jax.sharding.Mesh):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -96,6 +97,13 @@ def _gpus():
         return []
 
 
+def why_none_runs() -> str | None:
+    """Why this process can run no kernel, for commands that need a GPU; None where it can."""
+    if not _gpus():
+        return 'JAX sees no NVIDIA GPU here: there is none, or jax lacks its plugin (pip install "jax[cuda13]")'
+    return fallback_reason(platform())
+
+
 def default_devices() -> tuple[str, frozenset[Any]]:
     """What this process computes on by default: the platform, named as lowering names it ("cuda"), and the devices."""
     with jax.ensure_compile_time_eval():
@@ -105,7 +113,7 @@ def default_devices() -> tuple[str, frozenset[Any]]:
     return ("cuda" if platform == "gpu" and not devices.isdisjoint(_gpus()) else platform), devices
 
 
-def fallback_reason(platform: str, devices: Collection[Any] = ()) -> str | None:
+def fallback_reason(platform: str, devices: Collection[Any] = (), oldest: int = 0) -> str | None:
     """Why a program runs the reference lowering; None where the kernels run.
 
     One program is lowered for all of its devices: an unfit GPU among them takes the kernels from them all, and from
@@ -115,6 +123,7 @@ def fallback_reason(platform: str, devices: Collection[Any] = ()) -> str | None:
       platform: of the program.
       devices: of the program, as far as they are known. Where none is a GPU of this process, as in an export, one
         fit GPU suffices; the kernels refuse to run on another.
+      oldest: the compute capability (80 is 8.0) for which code must have been compiled to have the op's kernels.
     """
     kernels, why = _load()
     if platform != ("cpu" if _is_emulated(kernels) else "cuda"):
@@ -125,15 +134,20 @@ def fallback_reason(platform: str, devices: Collection[Any] = ()) -> str | None:
     if kernels is None:
         return why
     _load_tuning()
-    reasons = [_why_unfit(kernels, gpu) for gpu in gpus]
+    reasons = [_why_unfit(kernels, gpu, oldest) for gpu in gpus]
     if own := [why for gpu, why in zip(gpus, reasons) if gpu in devices]:
         return next(filter(None, own), None)
     return reasons[0] if all(reasons) else None
 
 
-def _why_unfit(kernels, gpu):
+def _why_unfit(kernels, gpu, oldest=0):
     """Why the kernels don't run on a GPU; "" where they do."""
-    return kernels.why_unfit(gpu.device_kind, int(gpu.compute_capability.replace(".", "")), kernels.driver_version())
+    capability = int(gpu.compute_capability.replace(".", ""))
+    if why := kernels.why_unfit(gpu.device_kind, capability, kernels.driver_version()):
+        return why
+    if oldest and (code := kernels.compiled_for(capability)) < oldest:
+        return f"{gpu.device_kind} runs code for {code / 10}, which has no kernels for it; that for {oldest / 10} has"
+    return ""
 
 
 @functools.cache
@@ -170,29 +184,78 @@ def gpu():
     return kernels.Gpu.of_device(device.local_hardware_id)
 
 
+def scaled_mm_workspace(devices, m, n, k, batch, a_dtype, out_dtype, fast_accum, full_epilogue) -> int:
+    """Bytes that the kernels for this product need for partial sums, on the GPUs of this process among `devices`."""
+    kernels, _ = _load()
+    if kernels is None:
+        return 0
+    here = (gpu for gpu in _fit_gpus(kernels) if gpu in devices or platform() == "cpu")
+    gpus = [kernels.Gpu.of_device(gpu.local_hardware_id) for gpu in here]
+    problem = (m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum, full_epilogue)
+    return max((kernels.ScaledMmProblem(*problem).workspace(gpu) for gpu in gpus), default=0)
+
+
+def described_gpu() -> str:
+    """That GPU in words, with the architecture whose code it runs; "" without the extension.
+
+    PTX is what the driver compiles for GPUs that are newer than the build.
+    """
+    kernels, _ = _load()
+    if kernels is None:
+        return ""
+    on = gpu()
+    code = kernels.compiled_for(on.arch)
+    kind = "code" if code // 10 == on.arch // 10 else "PTX"
+    return f"{on.name} (compute capability {on.arch / 10}, {kind} for {code / 10})"
+
+
+def as_compiled(kernels, words: str, on) -> str:
+    """A kernel's words as people read them: with the architecture that its code was compiled for, for the GPU `on`.
+
+    In tuning files it is the one that the kernel was written for, so that files outlive a build.
+    """
+    code = kernels.compiled_for(on.arch)
+    return re.sub(r"^sm\d+ ", f"sm{code} ", words) if code else words
+
+
 def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum, full_epilogue=False) -> str:
     """The kernel that the extension chooses for this product and why, in words; "" without the extension.
 
-    `full_epilogue`: with an activation or zero points of both sides.
+    The arguments are those of a `tuning.Product`.
     """
     kernels, _ = _load()
     if kernels is None:
         return ""
     _load_tuning()
     on = gpu()
-    product = (m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum)
-    problem = kernels.ScaledMmProblem(*product, full_epilogue=full_epilogue)
+    kind = batch, str(a_dtype), str(out_dtype), fast_accum, full_epilogue
+    problem = kernels.ScaledMmProblem(m, n, k, *kind)
     if (measured := problem.tuned(on)) is not None:
         why = "tuned" if measured == m else f"tuned at M {measured}"
     elif len(problem.choices(on)) == 1:
-        why = "the only one for this alignment"
+        aligned = kernels.ScaledMmProblem(m, _multiple_of_16(n), _multiple_of_16(k), *kind)
+        why = "the only one for this " + ("alignment" if len(aligned.choices(on)) > 1 else "product")
     elif (like := kernels.scaled_mm_costs_of(on)) == on.name:
         why = "by the cost model"
     elif like:
         why = f"by the cost model of {like}"
     else:
         why = "by the cost model, not measured on this GPU; run tune"
-    return f"{kernels.describe_scaled_mm(problem.select(on))} ({why})"
+    return f"{as_compiled(kernels, kernels.describe_scaled_mm(problem.select(on)), on)} ({why})"
+
+
+def describe_block_scaled_mm(m, n, k, batch, x_dtype, out_dtype, bits, block, zero_point_dtype) -> str:
+    """The kernel that the extension chooses for this product, in words; "" without the extension."""
+    kernels, _ = _load()
+    if kernels is None:
+        return ""
+    on, dtypes = gpu(), (str(x_dtype), str(out_dtype))
+    words = kernels.BlockScaledMmProblem(m, n, k, batch, *dtypes, bits, block, zero_point_dtype).select(on)
+    return f"{as_compiled(kernels, words, on)} (by the cost model, not measured)"
+
+
+def _multiple_of_16(size):
+    return -(-size // 16) * 16
 
 
 _load()

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from jax_qmm import _extension
-from jax_qmm.dtypes import QTYPES
+from jax_qmm.dtypes import INT4, QTYPES
 from jax_qmm.ops import dispatch
 from jax_qmm.ops.dequantized_dot import dequantized_reason
 from jax_qmm.text_table import format_table
@@ -20,9 +20,9 @@ class OpRow:
     """One operation of a function.
 
     Attributes:
-      op: "scaled_mm", "quantize" or "dequantized dot", with what belongs to it in parentheses; "transpose" of
-        8-bit values, for a weight that is stored in another order than the kernel reads; or a product of
-        jax.lax that stayed float, as "dot_general" and "conv_general_dilated".
+      op: "scaled_mm", "block_scaled_mm", "quantize" or "dequantized dot", with what belongs to it in parentheses;
+        "transpose" of quantized values, for a weight that is stored in another order than the kernel reads; or a
+        product of jax.lax that stayed float, as "dot_general" and "conv_general_dilated".
       inputs: dtypes and shapes of the matrices, or of what is quantized; inside a shard_map those of one
         device.
       out: dtype and shape of the result.
@@ -50,12 +50,14 @@ class Explanation:
     Attributes:
       rows: an `OpRow` for each quantized operation, equal ones added up, in order of first appearance.
       float_rows: likewise for each product of float arrays (attention, a head, a convolution).
+      gpu: the GPU that kernels are chosen for and the architecture whose code it runs; "" where no kernels run.
       launches: how kernels get into XLA's CUDA graphs: "recorded", so that one may start while the one before it
         ends, or "captured" and why; "" where no kernels run.
     """
 
     rows: tuple[OpRow, ...]
     float_rows: tuple[OpRow, ...] = ()
+    gpu: str = ""
     launches: str = ""
 
     def __str__(self):
@@ -64,8 +66,9 @@ class Explanation:
         parts = ["no quantized operation"]
         if self.rows:
             parts = [format_table((*columns, "runs on"), [(*cells(row), row.runs_on) for row in self.rows])]
-        if self.launches and self.rows:
-            parts.append(f"launches: {self.launches}")
+        if self.rows:
+            facts = {"GPU": self.gpu, "launches": self.launches}
+            parts += [f"{name}: {fact}" for name, fact in facts.items() if fact]
         if self.float_rows:
             parts += ["", "products that stayed float:", format_table(columns, map(cells, self.float_rows))]
         return "\n".join(parts)
@@ -88,6 +91,9 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
     Returns:
       An `Explanation`: print it, or read its `rows`.
 
+    Raises:
+      TypeError: if `fn` is no function.
+
     >>> import jax.numpy as jnp, jax_qmm
     >>> def f(x, w):
     ...     q = jax_qmm.quantize(x)
@@ -98,15 +104,19 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
     [('quantize (dynamic, per row)', 'bfloat16[8,32]', 'int8[8,32]', 1),
      ('scaled_mm (scale_a, scale_b)', 'int8[8,32] x int8[16,32]', 'bfloat16[8,16]', 1)]
     """
+    if not callable(fn):
+        raise TypeError(f"fn is a {type(fn).__name__}; explain needs a function, and then the arguments of a call")
     jaxpr = trace(fn, *args, **kwargs)
     counts: dict[OpRow, int] = {}
     where = _extension.default_devices()
     for row in _walk(jaxpr.jaxpr, 1, (), where):
         key = dataclasses.replace(row, count=0)
         counts[key] = counts.get(key, 0) + row.count
-    rows = [dataclasses.replace(row, count=count) for row, count in counts.items()]
-    split = (tuple(row for row in rows if row.is_float == is_float) for is_float in (False, True))
-    return Explanation(*split, "" if _extension.fallback_reason(*where) else _extension.launches())
+    counted = [dataclasses.replace(row, count=count) for row, count in counts.items()]
+    rows, float_rows = (tuple(row for row in counted if row.is_float == is_float) for is_float in (False, True))
+    if _extension.fallback_reason(*where):
+        return Explanation(rows, float_rows)
+    return Explanation(rows, float_rows, _extension.described_gpu(), _extension.launches())
 
 
 _FLOAT_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -158,7 +168,7 @@ def _describe(eqn, where):
         why = op.unserved(*where, operands, **params)
         return label, shown, f"reference: {why}" if why else op.choice(operands, results, **params)
     avals = [var.aval for var in eqn.invars]
-    if eqn.primitive.name == "transpose" and avals[0].dtype in QTYPES:
+    if eqn.primitive.name == "transpose" and avals[0].dtype in (*QTYPES, INT4):
         return "transpose", avals, "XLA, at each call: store the axes that the product contracts last"
     if why := dequantized_reason(str(eqn.params.get("name", ""))):
         return "dequantized dot", avals, f"reference: {why}"

@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
 
 from jax_qmm.explanation import trace
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W8A8, Rule, check_scheme
+from jax_qmm.schemes import W8A8, Rule, Scheme, check_scheme
 
 __all__ = ["QuantDense", "QuantizedBox", "QuantizedKernel", "QuantizedModel", "install", "quantize_model"]
 
@@ -51,7 +51,7 @@ class QuantDense(nn.Dense):
     (2, 4)
     """
 
-    scheme: W8A8 = W8A8()
+    scheme: Scheme = W8A8()
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ class QuantDense(nn.Dense):
             return super().__call__(inputs)
 
     @classmethod
-    def from_dense(cls, dense: nn.Dense, variables: Variables, scheme: W8A8 = W8A8()) -> tuple[QuantDense, dict]:
+    def from_dense(cls, dense: nn.Dense, variables: Variables, scheme: Scheme = W8A8()) -> tuple[QuantDense, dict]:
         """Converts a trained layer; `dense` and `variables` stay as they are.
 
         Args:
@@ -250,7 +250,8 @@ def quantize_model(
         with nn.intercept_methods(observer):
             trace(forward, model, _with_params(variables, linen_observer.marked(params)), example)
         called = observer.kernels
-    plan = make_plan(linen_observer.kernel_uses(layers, called), rules)
+    kernels = {"/".join(path): own["kernel"] for path, own in layers.items() if "kernel" in own}
+    plan = make_plan(linen_observer.kernel_uses(layers, called), rules, kernels)
 
     def observed(batches, words, **wanted):
         observer = linen_observer.Observer(**wanted)

@@ -12,7 +12,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f'{__name__} needs {error.name}: pip install "jax_qmm[flax]"', name=error.name) from error
 
-from jax_qmm.schemes import W8A8, Rule, check_scheme
+from jax_qmm.schemes import W8A8, Rule, Scheme, check_scheme
 
 __all__ = ["ActivationScale", "QuantLinear", "QuantizedParam", "install", "quantize_model"]
 
@@ -43,7 +43,7 @@ class QuantLinear(nnx.Linear):
     (2, 4)
     """
 
-    def __init__(self, in_features: int, out_features: int, *, scheme: W8A8 = W8A8(), rngs: nnx.Rngs, **options):
+    def __init__(self, in_features: int, out_features: int, *, scheme: Scheme = W8A8(), rngs: nnx.Rngs, **options):
         for name in ("dot_general", "promote_dtype"):
             if name in options:
                 raise TypeError(f"QuantLinear brings its own {name}")
@@ -52,7 +52,7 @@ class QuantLinear(nnx.Linear):
         install(self, scheme.quantize_weight(self.kernel[...], (-2,)), scheme)
 
     @classmethod
-    def from_linear(cls, linear: nnx.Linear, scheme: W8A8 = W8A8()) -> "QuantLinear":
+    def from_linear(cls, linear: nnx.Linear, scheme: Scheme = W8A8()) -> "QuantLinear":
         """Converts a trained layer, which stays as it is.
 
         Args:
@@ -63,7 +63,7 @@ class QuantLinear(nnx.Linear):
           A QuantLinear with the quantized kernel and the bias of `linear`.
 
         Raises:
-          TypeError: if `linear` is no nnx.Linear or `scheme` no W8A8.
+          TypeError: if `linear` is no nnx.Linear or `scheme` no scheme.
           ValueError: if `linear` brings its own dot_general or promote_dtype, or is quantized already.
 
         >>> import jax.numpy as jnp
@@ -155,7 +155,7 @@ def quantize_model(
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model is a {type(model).__name__}, needs an nnx.Module")
-    plan = make_plan(nnx_layers.kernel_uses(model), rules)
+    plan = make_plan(nnx_layers.kernel_uses(model), rules, nnx_layers.kernels(model))
     forward = forward or calibrate.call
     run = lambda batches, words: lambda probe: calibrate.run(batches, lambda batch: forward(probe, batch), words)
     if calibration is not None:

@@ -12,10 +12,10 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from jax_qmm.dtypes import INT32, QTYPES, SCALE_DTYPES
-from jax_qmm.reference import quantize as reference
-
-_LEAVES = {"qvalue": QTYPES, "scale": SCALE_DTYPES, "zero_point": (INT32,), "azp_adj": (INT32,)}
+from jax_qmm.dtypes import INT8, INT32, SCALE_DTYPES, WEIGHT_QTYPES, array_bytes, check_qtype
+from jax_qmm.qarray_leaves import LEAVES, cast, check
+from jax_qmm.qarray_reshape import reshaped
+from jax_qmm.reference import packing, quantize as reference
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -24,29 +24,38 @@ class QArray:
 
     The shape of `scale` is the granularity: it has the rank of `qvalue`, and each of its dimensions divides
     that of `qvalue`. 1 means that the axis shares one scale; anything between 1 and the whole dimension means
-    equal blocks.
+    equal blocks. On the last axis the blocks may also be of `tile_size` with a shorter last one.
 
     Transposing makes a view: the leaves stay as they are and only the logical order of the axes changes. The
     kernels want the contracted axes last in memory, so the weight of a Flax layer, logically (K, N), is best
     made by `quantize(kernel.T).T`, which stores (N, K). Transformations that map over a leading axis (scan,
     vmap) act on the leaves, so an axis they map over must lie in front of all transposed ones.
 
+    int4 and int8 weights for products with float activations (`block_scaled_mm`) are best packed: `pack()` puts the
+    values into the order that the kernels read, two int4 values a byte. All else of the QArray stays the same.
+
     Args:
-      qvalue: int8 or float8_e4m3fn array of any shape.
+      qvalue: int8, int4 or float8_e4m3fn array of any shape; with `qtype` any integers.
       scale: float32, bfloat16 or float16 array of the rank of `qvalue`.
-      zero_point: int32 array of the shape of `scale`, or None. int8 only.
+      zero_point: array of the shape of `scale`, or None: int32, or for weights of products with float activations
+        float32, bfloat16 or float16 (see `from_offset`). int8 and int4 only.
       azp_adj: int32 sums of `qvalue` over some axes, with those axes kept as 1, or None: by which a zero point of the
         other operand shifts a product. `quantize(x, sums=True)` and `with_azp_adj` make them.
+      qtype: int8 or int4, to which the integers of `qvalue` are cast; None takes them as they are.
+      tile_size: the length of a block on the last axis, needed where the blocks there are not equal.
 
     Raises:
       TypeError: for a leaf of a dtype not listed above.
-      ValueError: for a leaf of a shape that does not fit.
+      ValueError: for a leaf of a shape that does not fit, or for values out of the range of `qtype`.
 
     Attributes:
       shape, ndim, size: those of the logical array.
       dtype: the dtype of `scale`, which is what `dequantize()` returns.
-      qtype: the dtype of `qvalue`.
-      nbytes: bytes of all leaves.
+      qtype: the dtype of the values, int8, int4 or float8_e4m3fn.
+      tile_size: how many values of the last axis in memory share a scale; the last block may be shorter.
+      stored_shape: the shape of the values in the order of their axes in memory.
+      is_packed: whether `qvalue` is uint8 in the order of the kernels.
+      nbytes: bytes of all leaves on a device, where int4 takes half a byte.
 
     >>> q = QArray(jnp.ones((2, 3), jnp.int8), jnp.full((2, 1), 0.5))
     >>> q.T
@@ -62,6 +71,8 @@ class QArray:
     zero_point: jax.Array | None
     azp_adj: jax.Array | None
     _permutation: tuple[int, ...]
+    _tile_size: int | None  # None where the blocks of the last axis are equal
+    _packed: tuple[str, int] | None  # the qtype, and the columns that fill up the last axis
 
     def __init__(
         self,
@@ -69,39 +80,86 @@ class QArray:
         scale: jax.Array,
         zero_point: jax.Array | None = None,
         azp_adj: jax.Array | None = None,
+        *,
+        qtype: DTypeLike | None = None,
+        tile_size: int | None = None,
     ):
         self.qvalue, self.scale, self.zero_point, self.azp_adj = qvalue, scale, zero_point, azp_adj
-        self._permutation = ()
-        self._check()
+        if qtype is not None:
+            self.qvalue = cast("qvalue", qvalue, check_qtype("qtype", qtype, WEIGHT_QTYPES))
+        check(self, tile_size)
+        if tile_size and (scale.shape[-1] <= 1 or scale.shape[-1] * tile_size == self.qvalue.shape[-1]):
+            tile_size = None  # it follows from the shapes
+        self._permutation, self._tile_size, self._packed = (), tile_size and int(tile_size), None
 
-    def _check(self):
-        for name, dtypes in _LEAVES.items():
-            leaf: Any = getattr(self, name)
-            needs = ", ".join(map(str, dtypes))
-            if leaf is None and name in ("zero_point", "azp_adj"):
-                continue
-            if leaf is None or not hasattr(leaf, "dtype"):
-                raise TypeError(f"{name} is a {type(leaf).__name__}, needs an array of {needs}")
-            if leaf.dtype not in dtypes:
-                raise TypeError(f"{name} has dtype {leaf.dtype}, needs {needs}")
-        shape, scale_shape = self.qvalue.shape, self.scale.shape
-        if len(shape) != len(scale_shape) or not all(map(_divides, scale_shape, shape)):
-            raise ValueError(
-                f"scale has shape {scale_shape}, needs the rank of qvalue {shape} "
-                "and dimensions that divide its dimensions"
-            )
-        if self.zero_point is not None:
-            if self.qtype != jnp.int8:
-                raise TypeError(f"zero_point was given with qvalue of dtype {self.qtype}, needs int8")
-            if self.zero_point.shape != scale_shape:
-                raise ValueError(f"zero_point has shape {self.zero_point.shape}, needs that of scale {scale_shape}")
-        sums = () if self.azp_adj is None else self.azp_adj.shape
-        if sums and (len(sums) != len(shape) or any(n not in (1, size) for n, size in zip(sums, shape))):
-            raise ValueError(f"azp_adj has shape {sums}, needs that of qvalue {shape} with 1 on summed axes")
+    @classmethod
+    def from_offset(
+        cls,
+        qvalue: jax.Array,
+        scale: jax.Array,
+        offset: jax.Array,
+        *,
+        qtype: DTypeLike | None = None,
+        tile_size: int | None = None,
+    ) -> Self:
+        """The QArray of `qvalue * scale + offset`, for offsets of any size: its zero point is `-offset / scale`.
+
+        Where the scale is 0, or so small beside the offset that the quotient overflows, the block is a constant. It
+        becomes exact with values of 0, a scale of 1 and the zero point `-offset`.
+
+        Args:
+          qvalue, scale, qtype, tile_size: as in `QArray`; int8 or int4.
+          offset: float array of the shape of `scale`.
+
+        Returns:
+          A QArray with a float32 zero point.
+
+        Raises:
+          TypeError, ValueError: as in `QArray`.
+
+        >>> QArray.from_offset(jnp.int8([[1, 2]]), jnp.float32([[0.5]]), jnp.float32([[10.25]])).dequantize().tolist()
+        [[10.75, 11.25]]
+        >>> QArray.from_offset(jnp.int8([[1, 2]]), jnp.float32([[0.0]]), jnp.float32([[10.25]])).dequantize().tolist()
+        [[10.25, 10.25]]
+        """
+        q = cls(qvalue, scale, offset, qtype=qtype, tile_size=tile_size)  # for its checks
+        if q.zero_point is None or not jnp.issubdtype(q.zero_point.dtype, jnp.floating):
+            raise TypeError(f"offset is {offset!r}, needs a float array")
+        offset = jnp.asarray(offset, jnp.float32)
+        zero_point = -offset / q.scale.astype(jnp.float32)
+        constant = (offset != 0) & jnp.isinf(zero_point) | (q.scale == 0)
+        values = jnp.where(q.along_values(constant), jnp.zeros((), q.qtype), q.qvalue)
+        scale = jnp.where(constant, jnp.ones((), q.dtype), q.scale)
+        return q._replace(qvalue=values, scale=scale, zero_point=jnp.where(constant, -offset, zero_point))
+
+    def offset(self) -> jax.Array | None:
+        """`-scale * zero_point` in float32, what `from_offset` takes; None without a zero point.
+
+        >>> QArray.from_offset(jnp.int8([[1]]), jnp.float32([[0.5]]), jnp.float32([[10.25]])).offset().tolist()
+        [[10.25]]
+        """
+        return None if self.zero_point is None else -self.scale.astype(jnp.float32) * self.zero_point
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.qvalue.shape[axis] for axis in self.storage_axes())
+        stored = self.stored_shape
+        return tuple(stored[axis] for axis in self.storage_axes())
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        if self._packed is None:
+            return self.qvalue.shape
+        *leading, size = self.qvalue.shape
+        return (*leading, size * packing.columns_a_byte(self.qtype) - self._packed[1])
+
+    @property
+    def is_packed(self) -> bool:
+        return self._packed is not None
+
+    @property
+    def tile_size(self) -> int:
+        size, count = self.stored_shape[-1], self.scale.shape[-1]
+        return self._tile_size or (1 if 0 in (size, count) else size // count)
 
     @property
     def ndim(self) -> int:
@@ -109,7 +167,7 @@ class QArray:
 
     @property
     def size(self) -> int:
-        return math.prod(self.qvalue.shape)
+        return math.prod(self.stored_shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -117,11 +175,11 @@ class QArray:
 
     @property
     def qtype(self) -> np.dtype:
-        return jnp.dtype(self.qvalue.dtype)
+        return jnp.dtype(self.qvalue.dtype if self._packed is None else self._packed[0])
 
     @property
     def nbytes(self) -> int:
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+        return sum(map(array_bytes, jax.tree.leaves(self)))
 
     @property
     def sharding(self) -> Self:
@@ -173,29 +231,10 @@ class QArray:
         """
         sizes: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         new = jax.eval_shape(lambda: jnp.empty(self.shape, jnp.int8).reshape(sizes)).shape
-        stored = self.storage_axes()
-        groups = [([stored[axis] for axis in axes], parts) for axes, parts in _groups(self.shape, new)]
-        in_memory = sorted(range(len(groups)), key=lambda i: groups[i][0] or [self.ndim])
-
-        def reshaped(leaf):
-            out = []
-            for axes, parts in (groups[i] for i in in_memory):
-                counts, whole = ([x.shape[axis] for axis in axes] for x in (leaf, self.qvalue))
-                beside = axes == [*range(axes[0], axes[0] + len(axes))] if axes else True
-                if not beside or counts != whole and any(count != 1 for count in counts):
-                    raise ValueError(
-                        f"{self} has no shape {new}: scales or memory divide the axes {axes} of its leaves"
-                    )
-                out += [new[part] if counts == whole else 1 for part in parts]
-            return leaf.reshape(out)
-
-        order = [part for i in in_memory for part in groups[i][1]]
-        return jax.tree.map(reshaped, self._replace(_permutation=())).transpose(
-            [order.index(i) for i in range(len(new))]
-        )
+        return reshaped(self, new)
 
     def astype(self, dtype: DTypeLike) -> Self:
-        """The same 8-bit values with their scale in `dtype`, which is the dtype of a QArray.
+        """The same values with their scale in `dtype`, which is the dtype of a QArray.
 
         Args:
           dtype: float32, bfloat16 or float16.
@@ -248,10 +287,63 @@ class QArray:
         >>> QArray(jnp.int8([[1, 2], [3, 4]]), jnp.ones((2, 1))).T.with_azp_adj(0).azp_adj.tolist()
         [[3], [7]]
         """
+        if self.is_packed:
+            raise ValueError(f"{self} is packed, needs to be plain for sums of its values: take its .unpack()")
         axes = normalize_axis_tuple(axis, self.ndim, "axis")
         stored = self.storage_axes()
         sums = jnp.sum(self.qvalue, axis=tuple(stored[a] for a in axes), dtype=jnp.int32, keepdims=True)
         return self._replace(azp_adj=sums)
+
+    def along_values(self, leaf: jax.Array) -> jax.Array:
+        """A scale or zero point with a value for each one of `qvalue` along the axes of which it has blocks."""
+        for axis, (count, size) in enumerate(zip(leaf.shape, self.stored_shape)):
+            if count not in (1, size):
+                tile = self._tile_size if axis == leaf.ndim - 1 else None
+                leaf = reference.spread(leaf, tile or size // count, size, axis)
+        return leaf
+
+    def pack(self) -> Self:
+        """The same array with its values in the order that the kernels of `block_scaled_mm` read.
+
+        That is one order for all kernels and all GPUs (`jax_qmm.reference.packing`), along the last axis in memory,
+        which products contract: `quantize(kernel.T, jnp.int4, tile_size=128).pack().T` for a Flax kernel. Products take
+        a QArray that is not packed as well, and pack it at each call. `azp_adj` is left out.
+
+        Returns:
+          A QArray with a uint8 `qvalue`, and int8 zero points if they are integers; itself where it is packed.
+
+        Raises:
+          TypeError: if the values are not int8 or int4.
+          ValueError: if an integer zero point is out of the range of the values. Traced ones can't be seen: they wrap.
+
+        >>> q = QArray(jnp.zeros((4, 300), jnp.int4), jnp.ones((4, 3)), tile_size=128)
+        >>> q.pack(), q.pack().qvalue.shape, q.pack().nbytes
+        (QArray(int4[4,300], scale=float32[4,3], tile_size=128, packed), (4, 192), 816)
+        """
+        if self.is_packed:
+            return self
+        if self.qtype not in WEIGHT_QTYPES or self.ndim == 0:
+            raise TypeError(f"{self} can't be packed: it needs int8 or int4 values of rank 1 or more")
+        zero_point = self.zero_point
+        if zero_point is not None and zero_point.dtype == INT32:
+            zero_point = cast("zero_point", zero_point, self.qtype).astype(INT8)
+        padding = -self.qvalue.shape[-1] % packing.COLUMNS
+        return self._replace(
+            qvalue=packing.pack(self.qvalue),
+            zero_point=zero_point,
+            azp_adj=None,
+            _packed=(self.qtype.name, padding),
+        )
+
+    def unpack(self) -> Self:
+        """The same array with its values in their plain order, and int32 zero points if they are integers."""
+        if not self.is_packed:
+            return self
+        zero_point = self.zero_point
+        if zero_point is not None and zero_point.dtype == INT8:
+            zero_point = zero_point.astype(INT32)
+        qvalue = packing.unpack(self.qvalue, self.qtype, self.stored_shape[-1])
+        return self._replace(qvalue=qvalue, zero_point=zero_point, _packed=None)
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """`(qvalue - zero_point) * scale` in the logical order, computed in float32.
@@ -262,18 +354,9 @@ class QArray:
         >>> QArray(jnp.int8([2, 4]), jnp.float32([0.5])).dequantize(jnp.bfloat16).tolist()
         [1.0, 2.0]
         """
-        blocked, blocks = [], []
-        for size, count in zip(self.qvalue.shape, self.scale.shape):
-            whole = count in (1, size)
-            blocked += [size] if whole else [count, size // count]
-            blocks += [count] if whole else [count, 1]
-        leaves = self.qvalue, self.scale, self.zero_point
-        if len(blocked) > self.ndim:
-            split = lambda leaf, shape: None if leaf is None else leaf.reshape(shape)
-            leaves = split(leaves[0], blocked), split(leaves[1], blocks), split(leaves[2], blocks)
-        out = reference.dequantize(*leaves, dtype)
-        if len(blocked) > self.ndim:
-            out = out.reshape(self.qvalue.shape)
+        q = self.unpack()
+        along = (None if leaf is None else q.along_values(leaf) for leaf in (q.scale, q.zero_point))
+        out = reference.dequantize(q.qvalue, *along, dtype)
         return jnp.transpose(out, self.storage_axes()) if self._permutation else out
 
     def __getitem__(self, index):
@@ -285,17 +368,19 @@ class QArray:
         return self
 
     def __repr__(self):
-        leaves = [leaf for leaf in map(self.__dict__.get, _LEAVES) if leaf is not None]
+        leaves = [leaf for leaf in map(self.__dict__.get, LEAVES) if leaf is not None]
         if not leaves or not all(hasattr(leaf, "dtype") for leaf in leaves):  # a tree of paths, specs, ...
-            parts = [repr(self.qvalue), *(f"{name}={getattr(self, name)!r}" for name in [*_LEAVES][1:])]
+            parts = [repr(self.qvalue), *(f"{name}={getattr(self, name)!r}" for name in [*LEAVES][1:])]
             return f"QArray({', '.join(parts)})"
         stored = self.storage_axes()
-        describe = lambda leaf: f"{leaf.dtype}[{','.join(str(leaf.shape[axis]) for axis in stored)}]"
-        leaves = ((name, getattr(self, name)) for name in [*_LEAVES][1:])
-        parts = [describe(self.qvalue)]
-        parts += [f"{name}={describe(leaf)}" for name, leaf in leaves if leaf is not None]
+        describe = lambda dtype, shape: f"{dtype}[{','.join(str(shape[axis]) for axis in stored)}]"
+        leaves = ((name, getattr(self, name)) for name in [*LEAVES][1:])
+        parts = [describe(self.qtype, self.stored_shape)]
+        parts += [f"{name}={describe(leaf.dtype, leaf.shape)}" for name, leaf in leaves if leaf is not None]
         if self._permutation:
-            parts.append(f"stored=[{','.join(map(str, self.qvalue.shape))}]")
+            parts.append(f"stored=[{','.join(map(str, self.stored_shape))}]")
+        parts += [] if self._tile_size is None else [f"tile_size={self._tile_size}"]
+        parts += ["packed"] if self.is_packed else []
         return f"QArray({', '.join(parts)})"
 
     def _replace(self, **changes):
@@ -303,49 +388,32 @@ class QArray:
         new.__dict__.update(self.__dict__ | changes)
         return new
 
+    def _tags(self):
+        return self._permutation, self._tile_size, self._packed
+
     def tree_flatten_with_keys(self):
-        children = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _LEAVES)
-        return children, self._permutation
+        children = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in LEAVES)
+        return children, self._tags()
 
     def tree_flatten(self):
-        return tuple(getattr(self, name) for name in _LEAVES), self._permutation
+        return tuple(getattr(self, name) for name in LEAVES), self._tags()
 
     @classmethod
-    def tree_unflatten(cls, permutation, children):
+    def tree_unflatten(cls, tags, children):
         new = object.__new__(cls)  # no checks: transformations put all sorts of objects in place of leaves
-        new.__dict__.update(zip(_LEAVES, children), _permutation=permutation)
+        new.__dict__.update(zip(LEAVES, children), **dict(zip(("_permutation", "_tile_size", "_packed"), tags)))
         return new
 
 
-def _groups(old, new):
-    """Axes of the shape `old` and those of `new` that hold the same values, as few at once as can be.
-
-    >>> _groups((6, 4, 5), (2, 3, 20))
-    [((0,), (0, 1)), ((1, 2), (2,))]
-    >>> _groups((0, 4), (7, 0))  # of no values: all at once, where the sizes don't tell
-    [((0, 1), (0, 1))]
-    """
-    groups, i, j = [], 0, 0
-    while i < len(old):
-        ends = ((p, q) for p in range(i + 1, len(old) + 1) for q in range(j, len(new) + 1))
-        same = [(p, q) for p, q in ends if math.prod(old[i:p]) == math.prod(new[j:q])]
-        if not same:
-            break
-        p, q = same[0]
-        groups.append((tuple(range(i, p)), tuple(range(j, q))))
-        i, j = p, q
-    if i < len(old) or math.prod(new[j:]) != 1:
-        return [(tuple(range(len(old))), tuple(range(len(new))))]
-    return groups + [((), (axis,)) for axis in range(j, len(new))]
-
-
-def _divides(part, whole):
-    return part == whole or (part != 0 and whole % part == 0)
+def tags_from_json(tags):
+    """The static tags of a QArray, of which JSON made lists."""
+    permutation, tile_size, packed = tags
+    return tuple(permutation), tile_size, None if packed is None else tuple(packed)
 
 
 jax.export.register_pytree_node_serialization(
     QArray,
     serialized_name="jax_qmm.QArray",
-    serialize_auxdata=lambda permutation: json.dumps(permutation).encode(),
-    deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
+    serialize_auxdata=lambda tags: json.dumps(tags).encode(),
+    deserialize_auxdata=lambda data: tags_from_json(json.loads(bytes(data))),
 )

@@ -1,17 +1,19 @@
-"""How to quantize a product (W8A8), and for which layers (Rule)."""
+"""How to quantize a product (W8A8, W4A16, W8A16), and for which layers (Rule)."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_qmm.dtypes import check_qtype
+from jax_qmm.dtypes import INT4, INT8, array_bytes, check_qtype
 from jax_qmm.ops.quantize import quantize
 from jax_qmm.qarray import QArray
+from jax_qmm.reference.packing import COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +93,10 @@ class W8A8:
         >>> W8A8().quantize_weight(jnp.ones((3, 4, 5)), (-3,))
         QArray(int8[3,4,5], scale=float32[1,4,5], stored=[4,5,3])
         """
-        n = kernel.ndim
-        last = [axis % n for axis in contracted]
-        order = [axis for axis in range(n) if axis not in last] + last
-        q = quantize(
-            kernel.transpose(order),
-            self.dtype,
-            axis=tuple(range(n - len(last), n)),
-            symmetric=self.weight_symmetric,
-            sums=not self.symmetric,
-        )
-        return q.transpose([order.index(axis) for axis in range(n)])
+        stored, back = _contracted_last(kernel, contracted)
+        axis = tuple(range(-len(contracted), 0))
+        q = quantize(stored, self.dtype, axis=axis, symmetric=self.weight_symmetric, sums=not self.symmetric)
+        return q.transpose(back)
 
     def quantize_activation(self, x: jax.Array, n: int, sums: bool = False) -> QArray:
         """Quantizes the input of a product that contracts its last `n` axes.
@@ -109,7 +104,8 @@ class W8A8:
         Args:
           x: float array of rank `n` or more.
           n: number of contracted axes.
-          sums: True adds the sums over these axes, for a weight with zero points.
+          sums: True adds the sums over these axes, for a weight with zero points. They come from the pass that
+            quantizes, but where one dynamic scale is of the whole tensor: then from a second read of the int8 values.
 
         Returns:
           A `QArray` of the shape of `x`, with the static scale if the scheme has one.
@@ -131,6 +127,10 @@ class W8A8:
             sums=sums and per_row,
         )
         return q if per_row or not sums else q.with_azp_adj(contracted)
+
+    def why_not(self, kernel: Any, contracted: Sequence[int]) -> str | None:
+        """Why a kernel is better left in float; None here."""
+        return None
 
     @property
     def takes_calibration(self) -> bool:
@@ -158,13 +158,137 @@ class W8A8:
         return dataclasses.replace(self, activation_scale=scale, activation_zero_point=zero_point)
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class _WeightOnly:
+    """What W4A16 and W8A16 share."""
+
+    tile_size: int | None = 128
+    symmetric: bool = True
+    clip_search: bool = False
+
+    dtype: ClassVar[Any]
+    activation_scale: ClassVar[None] = None
+    activation_zero_point: ClassVar[None] = None
+    takes_calibration: ClassVar[bool] = False
+
+    def __post_init__(self):
+        tile = self.tile_size
+        if tile is not None and (not isinstance(tile, (int, np.integer)) or isinstance(tile, bool) or tile < 1):
+            raise ValueError(f"tile_size is {tile!r}, needs a positive int, or None for one scale per channel")
+        object.__setattr__(self, "tile_size", tile if tile is None else int(tile))
+        for name in ("symmetric", "clip_search"):
+            if not isinstance(flag := getattr(self, name), (bool, np.bool_)):
+                raise TypeError(f"{name} is {flag!r}, needs True or False")
+            object.__setattr__(self, name, bool(flag))
+
+    def __str__(self):
+        blocks = "per channel" if self.tile_size is None else f"blocks of {self.tile_size}"
+        clipped = ", clipped" if self.clip_search else ""
+        return f"{self.dtype} weights, {blocks}{'' if self.symmetric else ', asymmetric'}{clipped}"
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self})"
+
+    def quantize_weight(self, kernel: jax.Array, contracted: Sequence[int]) -> QArray:
+        """Quantizes a weight in blocks of its contracted axis, and packs it in the order that the kernels read.
+
+        A block that is as long as all that is contracted, or longer, is a scale per channel. Where several axes are
+        contracted (the heads and features of an attention's output), blocks lie within the last of these: they have
+        the largest common divisor of its size and `tile_size`. It is then packed if the size of that axis is a multiple
+        of 128, and otherwise stays plain, to be packed at each call.
+
+        Args:
+          kernel: float array of any shape.
+          contracted: the axes that a product contracts with its input. Those of stacked layers are channels, so axes
+            are best counted from the end.
+
+        Returns:
+          A `QArray` with the shape of `kernel`.
+
+        >>> W4A16().quantize_weight(jnp.ones((512, 8)), (-2,))
+        QArray(int4[512,8], scale=float32[4,8], stored=[8,512], packed)
+        >>> W8A16(tile_size=64, symmetric=False).quantize_weight(jnp.ones((4, 32, 8)), (-3, -2))
+        QArray(int8[4,32,8], scale=float32[4,1,8], zero_point=int32[4,1,8], stored=[8,4,32])
+        """
+        stored, back = _contracted_last(kernel, contracted)
+        *outer, inner = stored.shape[-len(contracted) :]
+        tile = self.tile_size
+        if tile is None or tile >= math.prod(outer) * inner:
+            granularity: Any = {"axis": tuple(range(-len(contracted), 0))}
+        else:
+            granularity = {"tile_size": math.gcd(tile, inner) if outer else tile}
+        q = quantize(stored, self.dtype, symmetric=self.symmetric, clip_search=self.clip_search, **granularity)
+        return (q if outer and inner % COLUMNS else q.pack()).transpose(back)
+
+    def quantize_activation(self, x: jax.Array, n: int, sums: bool = False) -> jax.Array:
+        """`x` as it is."""
+        return x
+
+    def why_not(self, kernel: Any, contracted: Sequence[int]) -> str | None:
+        """Why a kernel is better left in float: it has too few columns to get smaller; None where it does.
+
+        >>> W4A16().why_not(jnp.ones((8, 64)), (-2,))
+        'too small to gain: its kernel of 2048 bytes would take 4352'
+        """
+        as_given = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+        after = jax.eval_shape(lambda kernel: self.quantize_weight(kernel, contracted), as_given).nbytes
+        before = array_bytes(as_given)
+        return None if after < before else f"too small to gain: its kernel of {before} bytes would take {after}"
+
+    def with_static(self, scale: Any, zero_point: Any = None) -> Any:
+        """The scheme itself: there are no static scales."""
+        return self
+
+
+class W4A16(_WeightOnly):
+    """4-bit weights times activations as they are: bfloat16, float16 or float32.
+
+    The values of an output channel get a scale, and a zero point where they are not symmetric, for each block of
+    `tile_size`. Weights are packed, two values a byte. For products that are bound by reading weights, as those of few
+    tokens.
+
+    Args:
+      tile_size: the length of a block along the contracted axis; None for one scale per channel.
+      symmetric: False gives blocks a zero point, which helps weights of 4 bits.
+      clip_search: True takes the scale of the least squared error for each block, as `quantize` does. It helps weights
+        of 4 bits, most of all symmetric ones and long blocks.
+
+    Raises:
+      TypeError, ValueError: for an argument that does not fit.
+
+    >>> W4A16(64, symmetric=False)
+    W4A16(int4 weights, blocks of 64, asymmetric)
+    """
+
+    dtype = INT4
+
+
+class W8A16(_WeightOnly):
+    """8-bit weights times activations as they are; otherwise as `W4A16`.
+
+    Args:
+      tile_size, symmetric, clip_search: as in `W4A16`.
+
+    Raises:
+      TypeError, ValueError: for an argument that does not fit.
+
+    >>> W8A16(tile_size=None)
+    W8A16(int8 weights, per channel)
+    """
+
+    dtype = INT8
+
+
+Scheme = W8A8 | W4A16 | W8A16
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Names the scheme of all layers whose path matches; of several rules the first that matches counts.
 
     Args:
       path: regular expression that must match the whole path of the layer, such as "encoder.*attention.*".
-      scheme: a `W8A8`.
+      scheme: a `W8A8`, `W4A16` or `W8A16`.
 
     Raises:
       TypeError, ValueError: for an argument that does not fit.
@@ -174,7 +298,7 @@ class Rule:
     """
 
     path: str
-    scheme: W8A8
+    scheme: Scheme
 
     def __post_init__(self):
         if not isinstance(self.path, str):
@@ -187,9 +311,16 @@ class Rule:
 
 
 def check_scheme(scheme):
-    """Raises TypeError if `scheme` is no W8A8."""
-    if not isinstance(scheme, W8A8):
-        raise TypeError(f"scheme is {scheme!r}, needs a W8A8")
+    """Raises TypeError if `scheme` is no scheme."""
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"scheme is {scheme!r}, needs a W8A8, W4A16 or W8A16")
+
+
+def _contracted_last(kernel, contracted):
+    """A kernel with its contracted axes last, and the order of axes that takes it back."""
+    last = [axis % kernel.ndim for axis in contracted]
+    order = [axis for axis in range(kernel.ndim) if axis not in last] + last
+    return kernel.transpose(order), [order.index(axis) for axis in range(kernel.ndim)]
 
 
 def _check_scalar(name, value, kind):

@@ -79,9 +79,9 @@ def check_scaled_mm(kernels, gpu, kind: tuple[str, str, bool, bool], m: int, k: 
     dtype, out_dtype, fast_accum, full_epilogue = kind
     step = ALIGNED // jnp.dtype(out_dtype).itemsize
     choices = kernels.ScaledMmProblem(m, FIRST_N + step, k, 1, *kind).choices(gpu)
-    products = [Product(m, FIRST_N + step * (i + 1), k, 1, *kind[:3]) for i in range(len(choices))]
+    products = [Product(m, FIRST_N + step * (i + 1), k, 1, *kind) for i in range(len(choices))]
     for product, choice in zip(products, choices):
-        kernels.ScaledMmProblem(*product, full_epilogue).tune(choice, gpu)
+        kernels.ScaledMmProblem(*product).tune(choice, gpu)
     operands = _operands(m, products[-1].n, k, kind)
     inputs = [
         {name: x[: product.n] if reference.LABELS[name].startswith("n") else x for name, x in operands.items()}
@@ -89,8 +89,8 @@ def check_scaled_mm(kernels, gpu, kind: tuple[str, str, bool, bool], m: int, k: 
     ]
     outputs = jax.jit(lambda inputs: [_by_kernels(kind, **x) for x in inputs])(inputs)
     want, tolerance = _expected(operands, kind)
-    words = ["full epilogue"] * full_epilogue + ["highest"] * (dtype != "int8" and not fast_accum)
-    name = ", ".join([f"scaled_mm, {dtype} to {out_dtype}", *words])
+    more = ["full epilogue"] * full_epilogue + ["highest"] * (dtype != "int8" and not fast_accum)
+    name = ", ".join([f"scaled_mm, {dtype} to {out_dtype}", *more])
     for product, choice, out in zip(products, choices, outputs):
         of_product = np.s_[:, : product.n]
         if tolerance is None:
@@ -98,7 +98,8 @@ def check_scaled_mm(kernels, gpu, kind: tuple[str, str, bool, bool], m: int, k: 
         else:
             right = np.abs(np.asarray(out, np.float64) - want[of_product]) <= tolerance[of_product]
         shape = f"M {m}, N {product.n}, K {k}"
-        yield Result(name, kernels.describe_scaled_mm(choice), shape, int((~right).sum()))
+        words = _extension.as_compiled(kernels, kernels.describe_scaled_mm(choice), gpu)
+        yield Result(name, words, shape, int((~right).sum()))
 
 
 def _operands(m, n, k, kind) -> dict[str, Any]:
@@ -245,16 +246,15 @@ def table(results: list[Result]) -> str:
 
 def main() -> None:
     """Runs and prints the results; ends the process with code 1 where one is wrong, with 2 where no kernel can run."""
-    gpus, platform = _extension._gpus(), _extension.platform()
-    missing = _extension.fallback_reason(platform) if gpus else "JAX sees no NVIDIA GPU here"
-    if missing:
+    if missing := _extension.why_none_runs():
         words = "selftest runs each of the build's kernels on the GPU and compares its results with the reference's"
         print(f"{words}. It can't here: {missing}. No kernel was tested.", file=sys.stderr)
         raise SystemExit(2)
-    gpu = next(gpu for gpu in gpus if not _extension.fallback_reason(platform, [gpu]))
-    print(f"jax_qmm {jax_qmm.__version__} on {gpu.device_kind}, jax {jax.__version__}", flush=True)
+    platform = _extension.platform()
+    gpu = next(gpu for gpu in _extension._gpus() if not _extension.fallback_reason(platform, [gpu]))
     os.environ["JAX_QMM_STRICT"] = "1"  # what ran on the reference was not tested
     with jax.default_device(gpu):
+        print(f"jax_qmm {jax_qmm.__version__} on {_extension.described_gpu()}, jax {jax.__version__}", flush=True)
         gpu = _extension.gpu()
         gpu.prepare()
         results, failures = run(_extension._load()[0], gpu)

@@ -6,7 +6,7 @@ alone. `python -m jax_qmm tune` writes the user's own, whose products go before 
 descriptions and costs when it loads the extension, and the products when it first lowers, explains or runs a
 product on a GPU. Kernels are stored in words, so that the file outlives a build whose table has another order.
 Results of 16 bits have the same kernels: what is tuned for bfloat16 serves float16 too, and the other way round; of
-both, the last one counts.
+both, the last one counts. So it is with the two kinds of results of 8 bits.
 """
 
 import json
@@ -33,6 +33,8 @@ class Product(NamedTuple):
       dtype: of a and b, "int8" or "float8_e4m3fn".
       out_dtype: of the result.
       fast_accum: whether fp8 is summed in the tensor cores' narrow accumulator.
+      full_epilogue: whether it has an activation or zero points of b; files leave out that it has none. Results of 8
+        bits have the full epilogue either way.
     """
 
     m: int
@@ -42,10 +44,19 @@ class Product(NamedTuple):
     dtype: str
     out_dtype: str
     fast_accum: bool
+    full_epilogue: bool = False
 
     def __str__(self):
         batch = f"{self.batch} x " if self.batch > 1 else ""
-        return f"{self.dtype} to {self.out_dtype}, {batch}M {self.m}, N {self.n}, K {self.k}"
+        full = ", full epilogue" if self.full_epilogue else ""
+        return f"{self.dtype} to {self.out_dtype}, {batch}M {self.m}, N {self.n}, K {self.k}{full}"
+
+    def fields(self) -> dict[str, Any]:
+        """What a file has of it."""
+        named = self._asdict()
+        if not self.full_epilogue:
+            del named["full_epilogue"]
+        return named
 
 
 class Entry(NamedTuple):
@@ -169,7 +180,7 @@ def save(path: Path, gpu, entries: Iterable[Entry]) -> None:
       OSError: if the file can't be written.
     """
     products = [
-        {"op": OP} | e.product._asdict() | {"kernel": e.kernel, "microseconds": round(e.microseconds, 3)}
+        {"op": OP} | e.product.fields() | {"kernel": e.kernel, "microseconds": round(e.microseconds, 3)}
         for e in sorted(entries)
     ]
     _update(path, gpu, products=products)
@@ -247,6 +258,7 @@ def _model(name, sm_count):
 def _entry(fields):
     if fields["op"] != OP:
         raise TypeError(f"op is {fields['op']!r}")
+    fields = Product._field_defaults | fields
     kinds = Product.__annotations__ | {"kernel": str, "microseconds": (int, float)}
     for name, kind in kinds.items():
         if not isinstance(fields[name], kind):

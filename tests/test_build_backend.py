@@ -40,7 +40,7 @@ def test_without_kernels_nothing_is_fetched(backend, gpus, monkeypatch, kind):
     requires = getattr(backend, f"get_requires_for_build_{kind}")
     gpus()
     assert requires() == []
-    gpus("7.0", "7.5", "[N/A]")
+    gpus("6.1", "7.0", "[N/A]")
     assert requires() == []
     monkeypatch.setenv("JAX_QMM_CUDA_ARCHS", "none")
     gpus("9.0")
@@ -52,8 +52,8 @@ def test_gpus_that_the_kernels_fit_have_them_built(backend, gpus, monkeypatch, a
     monkeypatch.setenv("JAX_QMM_CUDA_ARCHS", archs)
     gpus("9.0", "7.0", "8.0", "9.0")
     assert backend.archs() == ["80", "90a"]
-    gpus("8.6")
-    assert backend.archs() == ["86"]
+    gpus("8.6", "7.5")
+    assert backend.archs() == ["75", "86"]
     gpus("12.1", "13.0")  # by the PTX of 12.0
     assert backend.archs() == ["120"]
     gpus("9.0")
@@ -74,14 +74,14 @@ def test_lists_and_all(backend, monkeypatch):
     assert backend.archs() == ["89", "80"]
     monkeypatch.setenv("JAX_QMM_CUDA_ARCHS", "all")
     assert backend.archs() == list(backend.ARCHS)
-    assert backend._settings(None)["cmake.define.JAX_QMM_CUDA_ARCHS"] == "80;86;87;89;90a;100;103;120"
+    assert backend._settings(None)["cmake.define.JAX_QMM_CUDA_ARCHS"] == "75;80;86;87;89;90a;100;103;120"
 
 
-@pytest.mark.parametrize("archs", ["banana", "90a;banana", "90", "75", "80;70", "80 89", "80;all"])
+@pytest.mark.parametrize("archs", ["banana", "90a;banana", "90", "70", "80;72", "80 89", "80;all"])
 def test_an_architecture_without_kernels_is_refused_in_words(backend, monkeypatch, archs):
     monkeypatch.setenv("JAX_QMM_CUDA_ARCHS", archs)
     with pytest.raises(
-        SystemExit, match=f"no kernels for '{archs.split(';')[-1]}'.*auto, all, none, or a list of: 80, 86"
+        SystemExit, match=f"no kernels for '{archs.split(';')[-1]}'.*auto, all, none, or a list of: 75, 80"
     ):
         backend.get_requires_for_build_wheel()
 
@@ -98,7 +98,7 @@ def test_the_wheel_without_kernels_is_pure(backend, monkeypatch, tmp_path):
 
 def test_the_sdist_has_the_sources_without_the_measurements(backend, tmp_path):
     name = backend.build_sdist(str(tmp_path))
-    assert (tmp_path / name).stat().st_size < 500_000
+    assert (tmp_path / name).stat().st_size < 700_000
 
 
 def test_headers_are_those_of_the_oldest_supported_jaxlib(backend):

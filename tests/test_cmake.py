@@ -27,23 +27,24 @@ def configure(folder, *options):
 
 def test_an_architecture_without_kernels_is_refused_before_a_compiler_is_looked_for(tmp_path):
     code, said = configure(tmp_path, "-DJAX_QMM_CUDA_ARCHS=90a;70")
-    assert code != 0 and "JAX_QMM_CUDA_ARCHS has 70, for which there are no kernels; there are for: 80" in said
+    assert code != 0 and "JAX_QMM_CUDA_ARCHS has 70, for which there are no kernels; there are for: 75" in said
     assert "/no/compiler" not in said
 
 
 def test_an_architecture_must_be_named(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_QMM_CUDA_ARCHS", raising=False)
     code, said = configure(tmp_path)
-    assert code != 0 and "JAX_QMM_CUDA_ARCHS is not set; there are kernels for: 80" in said
+    assert code != 0 and "JAX_QMM_CUDA_ARCHS is not set; there are kernels for: 75" in said
 
 
 @pytest.mark.parametrize(
     ("archs", "code"),
     [
         ("90a", "90a"),
+        ("75", "75 and PTX of 75"),
         ("80;90a", "80 90a and PTX of 80"),
         ("86;80;87", "80 and PTX of 80"),  # which have the same code
-        ("all", "80 89 90a 100 120 and PTX of 120"),
+        ("all", "75 80 89 90a 100 120 and PTX of 120"),
         ("89;103", "89 100 and PTX of 100"),
     ],
 )

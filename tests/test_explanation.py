@@ -150,14 +150,22 @@ def test_kernels_are_named_where_there_are_some(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("fn", [3, np.ones(3)])
+def test_what_is_no_function_is_named(fn):
+    with pytest.raises(TypeError, match=rf"fn is a {type(fn).__name__}; explain needs a function, and then"):
+        explain(fn, X)
+
+
 def test_it_is_said_how_kernels_are_launched(monkeypatch):
     asked = []
     monkeypatch.setattr(_extension, "launches", lambda: "captured: a test")
+    monkeypatch.setattr(_extension, "described_gpu", lambda: "a GPU")
     assert "captured" not in str(explain(product, X, W))  # on the reference
     monkeypatch.setattr(_extension, "fallback_reason", lambda *where: asked.append(where))
     with jax.default_device(jax.devices("cpu")[5]):
         table = explain(product, X, W)
-    assert table.launches == "captured: a test" and str(table).endswith("\nlaunches: captured: a test")
+    assert (table.gpu, table.launches) == ("a GPU", "captured: a test")
+    assert str(table).endswith("\nGPU: a GPU\nlaunches: captured: a test")
     assert set(asked) == {("cpu", frozenset(jax.devices("cpu")[5:6]))}
 
 

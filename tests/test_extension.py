@@ -141,7 +141,8 @@ mesh = make_mesh(h200_topology(1), (1,), ("d",))
 x = jax.ShapeDtypeStruct((64, 64), "bfloat16", sharding=NamedSharding(mesh, PartitionSpec()))
 def f(x):
     a, b = jax_qmm.quantize(x), jax_qmm.quantize(x, scale=0.1)
-    return jax_qmm.scaled_mm(a.qvalue, b.qvalue, a.scale, 0.1)
+    w = jax_qmm.QArray(b.qvalue, a.scale)
+    return jax_qmm.scaled_mm(a.qvalue, b.qvalue, a.scale, 0.1), jax_qmm.block_scaled_mm(x, w)
 print(jax.jit(f).lower(x).compile().as_text(), jax_qmm._extension.launches())
 """
 
@@ -177,6 +178,7 @@ def gpus(monkeypatch):
     kernels = types.SimpleNamespace(
         driver_version=lambda: 13000,
         why_unfit=lambda name, capability, driver: "" if (capability, driver) == (90, 13000) else f"{name} is unfit",
+        compiled_for=lambda capability: 75,
     )
     gpus = []
     monkeypatch.setattr(_extension, "_load", lambda: (kernels, None))
@@ -190,6 +192,12 @@ def test_every_device_is_judged_by_itself(gpus):
     assert _extension.fallback_reason("cuda", [H200]) is None
     assert _extension.fallback_reason("cuda", [A100]) == "A100 is unfit"
     assert _extension.fallback_reason("cuda", [H200, A100]) == "A100 is unfit"
+
+
+def test_an_op_can_need_code_for_later_gpus(gpus):
+    gpus.append(H200)
+    assert _extension.fallback_reason("cuda", [H200], 75) is None
+    assert "H200 runs code for 7.5" in _extension.fallback_reason("cuda", [H200], 80)
 
 
 def test_one_fit_gpu_suffices_for_devices_that_are_not_known(gpus):
@@ -213,9 +221,9 @@ def test_the_default_devices_are_found_also_while_tracing():
 
 def test_an_unfit_gpu_is_named_with_what_it_lacks(extension):
     assert extension.why_unfit("NVIDIA H200", 90, 13000) == extension.why_unfit("NVIDIA H200", 90, 0) == ""
-    why = extension.why_unfit("Tesla T4", 75, 13000)
+    why = extension.why_unfit("Tesla V100-SXM2-16GB", 70, 13000)
     archs = ", ".join(extension.architectures())
-    assert why.startswith(f"Tesla T4 has compute capability 7.5; this build has kernels for {archs}")
+    assert why.startswith(f"Tesla V100-SXM2-16GB has compute capability 7.0; this build has kernels for {archs}")
 
 
 def test_an_old_driver_is_named_with_what_helps(extension):

@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax.core import freeze, meta
+from random_arrays import RANDOM, data, init
 
 from jax_qmm import linen as qlinen
 from jax_qmm.models import layer_kinds
@@ -18,18 +19,6 @@ from jax_qmm.schemes import W8A8, Rule
 
 STATIC = W8A8(activation="per_tensor")
 LAST = (((1,), (0,)), ((), ()))
-
-
-def data(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def init(key, shape, dtype=jnp.float32):
-    """An initializer that compiles nothing."""
-    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape) / np.sqrt(shape[0]), dtype)
-
-
-RANDOM = {"kernel_init": init, "bias_init": init}
 
 
 class Block(nn.Module):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from random_arrays import RANDOM, data
 
 from jax_qmm import nnx as qnnx
 from jax_qmm.explanation import explain
@@ -23,18 +24,6 @@ SCHEMES = [
     W8A8(symmetric=False, activation_scale=0.02, activation_zero_point=jnp.int32(5)),
 ]
 LAST = (((1,), (0,)), ((), ()))
-
-
-def data(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def init(key, shape, dtype):
-    """An initializer that compiles nothing."""
-    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape) / np.sqrt(shape[0]), dtype)
-
-
-RANDOM = {"kernel_init": init, "bias_init": init}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)

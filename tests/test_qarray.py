@@ -28,6 +28,10 @@ VARIANTS = {
     "fp8": lambda: make(qtype=jnp.float8_e4m3fn),
     "view": lambda: make().T.with_azp_adj(0),
     "tiled": lambda: make(tile_size=3),
+    "int4": lambda: make(qtype=jnp.int4, tile_size=4, symmetric=False),
+    "packed": lambda: make(qtype=jnp.int4, tile_size=4, symmetric=False).pack().T,
+    "packed int8": lambda: make(tile_size=2).pack(),
+    "float zero points": lambda: QArray(jnp.ones((2, 3), jnp.int8), jnp.ones((2, 1)), jnp.full((2, 1), 0.5)),
 }
 variants = pytest.mark.parametrize("q", [pytest.param(make_one, id=name) for name, make_one in VARIANTS.items()])
 

@@ -120,12 +120,89 @@ def test_a_bad_scheme_is_refused(options, error, message):
         jax_qmm.W8A8(**options)
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("scheme", [jax_qmm.W4A16, jax_qmm.W8A16])
+def test_weights_for_float_activations_get_blocks_and_are_packed(scheme, symmetric):
+    kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 300, 5)), jnp.float32)  # a stack of two
+    q = scheme(64, symmetric).quantize_weight(kernel, (-2,))
+    want = jax_qmm.quantize(kernel.mT, scheme.dtype, tile_size=64, symmetric=symmetric)
+    assert q.is_packed and q.shape == kernel.shape and q.scale.shape == (2, 5, 5)
+    np.testing.assert_array_equal(q.dequantize(), want.dequantize().mT)
+    per_column = 1 if scheme.dtype == jnp.int8 else 1 / 2
+    blocks = 2 * 5 * 5 * (4 if symmetric else 5)  # a scale in float32 and a zero point in int8
+    assert q.nbytes == 2 * 5 * 384 * per_column + blocks  # columns in units of 128, and nothing else
+    assert scheme(300).quantize_weight(kernel, (-2,)).scale.shape == (2, 5, 1)
+    assert scheme(None).quantize_weight(kernel, (-2,)).scale.shape == (2, 5, 1)
+
+
+@pytest.mark.parametrize(
+    "shape, tile, scale, packed",
+    [
+        ((4, 128, 3), 128, (3, 4, 1), True),
+        ((4, 128, 3), 32, (3, 4, 4), True),
+        ((4, 64, 3), 128, (3, 4, 1), False),
+        ((4, 96, 3), 64, (3, 4, 3), False),
+        ((4, 128, 3), 512, (3, 1, 1), True),
+        ((4, 32, 3), None, (3, 1, 1), False),
+    ],
+)
+def test_blocks_of_several_contracted_axes_lie_within_the_last(shape, tile, scale, packed):
+    kernel = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    q = jax_qmm.W8A16(tile).quantize_weight(kernel, (-3, -2))
+    assert (q.scale.shape, q.is_packed, q.shape) == (scale, packed, shape)
+    np.testing.assert_allclose(q.dequantize(), kernel, atol=float(q.scale.max()) * 0.51)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, *shape[:2])), jnp.float32)
+    (row,) = jax_qmm.explain(lambda x, q: jax_qmm.einsum("bhd,hdf->bf", x, q, scheme=jax_qmm.W8A16(tile)), x, q).rows
+    assert row.op.startswith("block_scaled_mm") and ("packed at each call" in row.op) != packed
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_clip_search_makes_the_squared_error_smaller(symmetric):
+    kernel = jnp.asarray(np.random.default_rng(0).normal(size=(256, 8)), jnp.float32)
+    plain, clipped = (
+        float(jnp.sum((jax_qmm.W4A16(64, symmetric, clip).quantize_weight(kernel, (0,)).dequantize() - kernel) ** 2))
+        for clip in (False, True)
+    )
+    assert clipped < 0.97 * plain
+    assert str(jax_qmm.W4A16(64, clip_search=True)) == "int4 weights, blocks of 64, clipped"
+
+
+def test_weight_only_schemes_leave_activations_as_they_are():
+    x = jnp.ones((2, 3))
+    for scheme in (jax_qmm.W4A16(), jax_qmm.W8A16()):
+        assert scheme.quantize_activation(x, 1) is x and not scheme.takes_calibration
+        assert scheme.with_static(None) == scheme and scheme.activation_scale is None
+
+
+def test_weight_only_schemes_compare_by_kind_and_value():
+    assert jax_qmm.W4A16(np.int64(64), np.True_) == jax_qmm.W4A16(64) != jax_qmm.W4A16()
+    assert len({jax_qmm.W4A16(), jax_qmm.W8A16(), jax_qmm.W4A16(128)}) == 2
+    words = [str(jax_qmm.W4A16(symmetric=False)), repr(jax_qmm.W8A16(None))]
+    assert words == ["int4 weights, blocks of 128, asymmetric", "W8A16(int8 weights, per channel)"]
+
+
+@pytest.mark.parametrize("scheme", [jax_qmm.W4A16, jax_qmm.W8A16])
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"tile_size": 0}, ValueError, "tile_size is 0, needs a positive int, or None"),
+        ({"tile_size": 64.0}, ValueError, "tile_size is 64.0"),
+        ({"tile_size": True}, ValueError, "tile_size is True"),
+        ({"symmetric": 1}, TypeError, "symmetric is 1, needs True or False"),
+        ({"clip_search": None}, TypeError, "clip_search is None, needs True or False"),
+    ],
+)
+def test_a_bad_weight_only_scheme_is_refused(scheme, options, error, message):
+    with pytest.raises(error, match=message):
+        scheme(**options)
+
+
 @pytest.mark.parametrize(
     "path, scheme, error, message",
     [
         ("(", jax_qmm.W8A8(), ValueError, r"path is '\(', needs a regular expression"),
         (3, jax_qmm.W8A8(), TypeError, "path is 3"),
-        (".*", jnp.int8, TypeError, "scheme is .*, needs a W8A8"),
+        (".*", jnp.int8, TypeError, "scheme is .*, needs a W8A8, W4A16 or W8A16"),
     ],
 )
 def test_a_bad_rule_is_refused(path, scheme, error, message):

@@ -12,7 +12,7 @@ import jax_qmm
 from jax_qmm import __main__ as command_line, _extension, selftest
 from jax_qmm.selftest import Result
 
-GPU = types.SimpleNamespace(device_kind="NVIDIA H200", prepare=lambda: None)
+GPU = types.SimpleNamespace(name="NVIDIA H200", arch=90, prepare=lambda: None)
 KERNELS = ["generic", "wide", "narrow"]
 
 
@@ -28,6 +28,9 @@ class Extension:
             return types.SimpleNamespace(choices=lambda gpu: choices, tune=tune)
 
         self.ScaledMmProblem = problem
+
+    def compiled_for(self, capability):
+        return capability
 
     def describe_scaled_mm(self, choice):
         return KERNELS[choice[0]]
@@ -136,7 +139,7 @@ def test_the_command_passes_where_all_is_right(main, monkeypatch, capsys):
     monkeypatch.setattr(selftest, "run", run)
     assert main() == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"jax_qmm {jax_qmm.__version__} on NVIDIA H200, jax ")
+    assert out.startswith(f"jax_qmm {jax_qmm.__version__} on NVIDIA H200 (compute capability 9.0, code for 9.0), jax ")
     assert "scaled_mm, int8 to bfloat16" in out and "Every kernel agrees with the reference" in out
 
 

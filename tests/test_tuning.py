@@ -14,6 +14,8 @@ DEVICE = types.SimpleNamespace(device_kind="NVIDIA H200", core_count=132, comput
 GPU = types.SimpleNamespace(name="NVIDIA H200", sm_count=132, arch=90)
 INT8 = Product(16, 6144, 4096, 1, "int8", "bfloat16", False)
 FP8 = Product(1, 4096, 4096, 1, "float8_e4m3fn", "float16", True)
+FULL = INT8._replace(full_epilogue=True)
+NARROW = FULL._replace(out_dtype="int8")
 ENTRIES = [Entry(FP8, "narrow", 9.5), Entry(INT8, "wide", 10.25)]
 
 
@@ -31,13 +33,16 @@ class Extension:
     def why_unfit(self, name, capability, driver):
         return "" if capability == 90 else f"{name} is unfit"
 
+    def compiled_for(self, capability):
+        return capability
+
     def describe_scaled_mm(self, choice):
         return self.kernels[choice[0]]
 
     def scaled_mm_costs_of(self, gpu):
         return gpu.name
 
-    def ScaledMmProblem(self, *product, full_epilogue=False):  # noqa: N802, a class of the extension
+    def ScaledMmProblem(self, *product):  # noqa: N802, a class of the extension
         return Problem(self, Product(*product))
 
 
@@ -48,7 +53,8 @@ class Problem(NamedTuple):
     def choices(self, gpu):
         if self.product.dtype not in ("int8", "float8_e4m3fn"):
             raise ValueError(f"no kernel has operands of dtype {self.product.dtype}")
-        return [(i, 1) for i in range(len(self.extension.kernels) if self.product.k % 16 == 0 else 1)]
+        one = self.product.k % 16 or self.product.full_epilogue
+        return [(i, 1) for i in range(1 if one else len(self.extension.kernels))]
 
     def select(self, gpu):
         return self.extension.tuned.get(self.product, (0, 1))
@@ -81,6 +87,15 @@ def test_round_trip(kernels, tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["tuning.json"]
     tuning.save(file, GPU, [])
     assert tuning.load(file, kernels, GPU) == []
+
+
+def test_the_full_epilogue_is_a_field_where_a_product_has_it(kernels, tmp_path):
+    file = tmp_path / "tuning.json"
+    both = [Entry(INT8, "wide", 10.25), Entry(FULL, "generic", 11.0)]
+    tuning.save(file, GPU, both)
+    plain, full = json.loads(file.read_text())["products"]
+    assert "full_epilogue" not in plain and full["full_epilogue"] is True
+    assert tuning.load(file, kernels, GPU) == both
 
 
 def test_a_save_that_fails_keeps_the_file(kernels, file, monkeypatch):
@@ -121,6 +136,8 @@ def _edited_product(**fields):
         (_edited_product(op="conv"), "malformed.*op is 'conv'"),
         (_edited_product(m="1"), "malformed.*m is '1'"),
         (_edited_product(microseconds=None), "malformed.*microseconds is None"),
+        (_edited_product(full_epilogue=1), "malformed.*full_epilogue is 1"),
+        (_edited_product(full_epilogue=True, kernel="gone"), 'no kernel "gone" .* K 4096, full epilogue'),
         (_edited_product(dtype="int4"), "no product int4 to float16, M 1, N 4096, K 4096"),
         (_edited_product(kernel="gone"), 'no kernel "gone" for float8_e4m3fn to float16, M 1, N 4096, K 4096'),
         (_edited_product(k=4097), 'no kernel "narrow" for .*K 4097'),
@@ -320,6 +337,12 @@ def test_the_cost_model_chooses_by_how_tiles_fill_the_gpu(extension, h200, dtype
         (INT8, {"dtype": "float8_e4m3fn"}, False),
         (FP8, {}, True),
         (FP8, {"fast_accum": False}, False),
+        (INT8, {"full_epilogue": True}, False),
+        (FULL, {}, True),
+        (FULL, {"full_epilogue": False}, False),
+        (FULL, {"out_dtype": "int8"}, False),
+        (NARROW, {"full_epilogue": False}, True),  # results of 8 bits have it either way
+        (NARROW, {"out_dtype": "float8_e4m3fn"}, True),
     ],
 )
 def test_what_was_tuned_serves_products_like_it(extension, h200, tuned, fields, found):
@@ -379,6 +402,7 @@ def test_a_kernel_is_described_with_why_it_was_chosen(process, file, monkeypatch
     assert _extension.describe_scaled_mm(*INT8) == "wide (tuned)"
     assert _extension.describe_scaled_mm(17, *INT8[1:]) == "generic (by the cost model)"
     assert _extension.describe_scaled_mm(16, 6144, 4097, *INT8[3:]) == "generic (the only one for this alignment)"
+    assert _extension.describe_scaled_mm(*FULL) == "generic (the only one for this product)"
     monkeypatch.setattr(Problem, "tuned", lambda problem, gpu: 16)
     assert _extension.describe_scaled_mm(13, *INT8[1:]) == "generic (tuned at M 16)"
 

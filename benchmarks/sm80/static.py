@@ -16,10 +16,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-KERNELS = {
-    "int8": ("kS8, kFull, 128, 128, 64, 2, 2, 1, 3", "sm80 128x128x64 3 stages"),
-    "float8_e4m3fn": ("kF8E4M3, kFast, 128, 256, 64, 2, 4, 1, 4", "sm80 128x256x64 4 stages"),
-}
+KERNELS = (  # dtype of the operands, line of the table, words
+    ("int8", "kS8, kFull, 128, 128, 64, 2, 2, 1, 3", "sm80 128x128x64 3 stages"),
+    ("float8_e4m3fn", "kF8E4M3, kFast, 128, 256, 64, 2, 4, 1, 4", "sm80 128x256x64 4 stages"),
+    ("float8_e4m3fn", "kF8E4M3, kFull, 128, 128, 64, 2, 4, 1, 3", "sm80 128x128x64 3 stages full accumulation"),
+)
 SOURCE = """
 #include "scaled_mm/gemm_sm80.cuh"
 #define MULTISTAGE(...) template struct JAX_QMM_MULTISTAGE(__VA_ARGS__);
@@ -93,18 +94,20 @@ def run(dtype, words, k):
     import jax_qmm
     from jax_qmm import _extension, tuning
 
-    product = tuning.Product(256, 256, k, 1, dtype, "bfloat16", dtype != "int8")
+    highest = "full accumulation" in words
+    product = tuning.Product(256, 256, k, 1, dtype, "bfloat16", dtype != "int8" and not highest)
     gpu = _extension.gpu()
     kernels.ScaledMmProblem(*product).tune(tuning.choices(kernels, product, gpu)[words], gpu)
     x = jnp.ones((256, k), dtype)
-    jax.jit(jax_qmm.scaled_mm)(x, x, jnp.float32(1), jnp.float32(1)).block_until_ready()
+    one, precision = jnp.float32(1), "highest" if highest else None
+    jax.jit(lambda x: jax_qmm.scaled_mm(x, x, one, one, precision=precision))(x).block_until_ready()
 
 
 def main(nvcc, cuobjdump):
     emulated = any((ROOT / "build" / "emulator").glob("_kernels*.so"))
     columns = "kernel", "operands", "arch", "registers", "spilled bytes", "main loop", "tensor cores", "conflicts"
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
-    for dtype, (line, words) in KERNELS.items():
+    for dtype, line, words in KERNELS:
         for arch in ("80", "89"):
             with tempfile.TemporaryDirectory() as folder:
                 target, said = compile_kernel(nvcc, line, arch, folder)

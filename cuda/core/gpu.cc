@@ -43,10 +43,11 @@ bool scale(Gpu& gpu) {
   return true;
 }
 
-// Dense operations on 8 bits of an SM in a cycle, by warp-level instructions: NVIDIA's whitepapers of GA100, GA102,
-// AD102 and of RTX Blackwell. Those of later ones are not published; none has fewer than GA100.
+// Dense operations on 8 bits of an SM in a cycle, by warp-level instructions: NVIDIA's whitepapers of TU102, GA100,
+// GA102, AD102 and of RTX Blackwell. Those of later ones are not published; none has fewer than GA100.
 double operations_of(int arch) {
   switch (arch) {
+    case 75:
     case 86:
     case 89:
     case 120:

@@ -1,5 +1,6 @@
 // Warp-level tensor cores: c (16 x 8) += a (16 x 32) * b (32 x 8) of 8-bit operands, in the fragments' layout of the
 // PTX ISA for m16n8k32. e4m3 is widened to float16, whose products are exact, so its sums are full float32 ones.
+// Turing's instructions are parts of Ampere's, and their fragments the registers of these parts.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -7,14 +8,44 @@
 namespace jax_qmm {
 
 __device__ inline void mma(int32_t (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+          : "+r"(c[2 * m]), "+r"(c[2 * m + 1])
+          : "r"(a[2 * k + m]), "r"(b[k]));
+    }
+  }
+#endif
 }
 
 __device__ inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+  auto const half_of_k = [&](uint32_t a_top, uint32_t a_bottom, uint32_t b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a_top), "r"(a_bottom), "r"(b));
+  };
+  half_of_k(a0, a1, b0);
+  half_of_k(a2, a3, b1);
+#endif
+}
+
+// The same of bfloat16.
+__device__ inline void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }

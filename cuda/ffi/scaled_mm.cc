@@ -1,11 +1,10 @@
 // jax_qmm_scaled_mm: checks the buffers, fills ScaledMm, launches or records.
 #include "scaled_mm/scaled_mm.h"
 
-#include <algorithm>
-#include <iterator>
 #include <string_view>
 #include <utility>
 
+#include "ffi/activation.h"
 #include "ffi/buffers.h"
 #include "ffi/device.h"
 #include "ffi/handlers.h"
@@ -27,25 +26,6 @@ NamedVector<ScaledMm, Vector> const kVectors[] = {
     {"out_scale", Values::kFloat, nullptr, &ScaledMm::out_scale},
     {"out_zero_point", Values::kInt32, nullptr, &ScaledMm::out_zero_point},
 };
-
-ffi::Error read_activation(std::string_view name, float low, float high, ScaledMm& problem) {
-  std::pair<char const*, Activation> constexpr kNames[] = {{"none", Activation::kNone},
-                                                           {"clamp", Activation::kClamp},
-                                                           {"gelu", Activation::kGelu},
-                                                           {"silu", Activation::kSilu}};
-  auto const found = std::find_if(std::begin(kNames), std::end(kNames), [&](auto pair) { return pair.first == name; });
-  if (found == std::end(kNames)) {
-    return ffi::Error::InvalidArgument("activation is \"" + std::string(name) +
-                                       "\"; it needs to be none, clamp, gelu or silu");
-  }
-  problem.activation = found->second;
-  problem.low = low, problem.high = high;
-  if (problem.activation == Activation::kClamp && !(low <= high)) {
-    return ffi::Error::InvalidArgument("low is " + std::to_string(low) + " and high is " + std::to_string(high) +
-                                       "; clamp needs a low that is at most high");
-  }
-  return ffi::Error::Success();
-}
 
 // Whether the vectors, the activation and the dtypes go together.
 ffi::Error check(ScaledMm const& p) {
@@ -121,10 +101,14 @@ ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors, 
 }
 
 ffi::Error scaled_mm(Destination const& destination, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors,
-                     ffi::Result<ffi::AnyBuffer> out, std::string_view names, bool fast_accum,
-                     std::string_view activation, float low, float high) {
+                     ffi::Result<ffi::AnyBuffer> out, std::optional<ffi::Result<ffi::AnyBuffer>> workspace,
+                     std::string_view names, bool fast_accum, std::string_view activation, float low, float high) {
   ScaledMm problem{};
   JAX_QMM_RETURN_IF_ERROR(read(a, b, vectors, *out, names, fast_accum, activation, low, high, problem));
+  if (workspace) {
+    problem.workspace = (*workspace)->untyped_data();
+    problem.workspace_bytes = int64_t((*workspace)->size_bytes());
+  }
   Gpu const* gpu;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(current_gpu(gpu), "asking what the GPU is"));
   return destination([&](Submit const& submit, Chosen& chosen) {
@@ -152,6 +136,7 @@ auto bind(Binding binding) {
       .template Arg<ffi::AnyBuffer>()            // b (1 | batch, N, K)
       .RemainingArgs()                           // vectors, (1 | batch, 1 | M or N) each
       .template Ret<ffi::AnyBuffer>()            // out (batch, M, N)
+      .template OptionalRet<ffi::AnyBuffer>()    // workspace, as large as the lowering found a kernel to need
       .template Attr<std::string_view>("names")  // of the vectors, such as "scale_a scale_b bias"
       .template Attr<bool>("fast_accum")
       .template Attr<std::string_view>("activation")  // none, clamp, gelu or silu

@@ -36,11 +36,11 @@ struct NamedVector {
   }
 };
 
-// Reads the vectors that `names` names in the order of `buffers`, separated by spaces; the batch and all dimensions of
-// `problem` are known.
-template <class Problem, class Vector, size_t count>
-ffi::Error read_vectors(ffi::RemainingArgs buffers, std::string_view names,
-                        NamedVector<Problem, Vector> const (&table)[count], Problem& problem) {
+// Reads the buffers that `names` names in their order, separated by spaces, as the table's entry of that name does; all
+// that this depends on of `problem` is known.
+template <class Problem, class Named, size_t count>
+ffi::Error read_vectors(ffi::RemainingArgs buffers, std::string_view names, Named const (&table)[count],
+                        Problem& problem) {
   for (size_t i = 0; i < buffers.size(); ++i) {
     ffi::ErrorOr<ffi::AnyBuffer> const buffer = buffers.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return buffer.error();

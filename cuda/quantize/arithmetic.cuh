@@ -14,7 +14,7 @@ namespace jax_qmm::quantize {
 enum class Kind { kInt8, kInt8ZeroPoint, kFp8 };
 
 __host__ __device__ inline float max_nan(float a, float b) {
-#ifdef __CUDA_ARCH__
+#if __CUDA_ARCH__ >= 800
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;

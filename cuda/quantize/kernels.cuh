@@ -15,6 +15,13 @@ constexpr bool kSmallRows = V > 1 && N < 8;
 template <int V, int N>
 constexpr int kRowThreads = kSmallRows<V, N> ? 256 : 1024;
 
+// Of an SM, to which the compiler fits registers. Turing's has no more.
+#if __CUDA_ARCH__ >= 800
+constexpr int kSmThreads = 1536;
+#else
+constexpr int kSmThreads = 1024;
+#endif
+
 template <class In>
 using Pair = std::conditional_t<std::is_same_v<In, __half>, __half2, __nv_bfloat162>;
 
@@ -82,35 +89,52 @@ struct Bounds {
   __device__ Range range() const { return {range_bits(largest(high)), range_bits(largest(absolute(low)))}; }
 };
 
+// The maximum and the sum of the lanes of a warp, for which Turing has no instructions.
+constexpr unsigned kAllLanes = 0xffffffff;
+__device__ inline uint32_t max_of_lanes(uint32_t x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAllLanes, x);
+#else
+  for (int apart = 16; apart > 0; apart /= 2) x = max(x, __shfl_xor_sync(kAllLanes, x, apart));
+  return x;
+#endif
+}
+__device__ inline int32_t sum_of_lanes(int32_t x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(kAllLanes, x);
+#else
+  for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(kAllLanes, x, apart);
+  return x;
+#endif
+}
+
 // The union of the ranges of all threads of the warp, or of the block if it has one row of threads.
 template <Kind kind>
 __device__ Range reduce(Range range) {
-  unsigned const all = 0xffffffff;
-  range.high = __reduce_max_sync(all, range.high);
-  if (kind == Kind::kInt8ZeroPoint) range.low = __reduce_max_sync(all, range.low);
+  range.high = max_of_lanes(range.high);
+  if (kind == Kind::kInt8ZeroPoint) range.low = max_of_lanes(range.low);
   if (blockDim.x > 32) {
     __shared__ Range warps[32];
     int const lane = threadIdx.x % 32;
     if (lane == 0) warps[threadIdx.x / 32] = range;
     __syncthreads();
     range = lane < blockDim.x / 32 ? warps[lane] : Range{};
-    range.high = __reduce_max_sync(all, range.high);
-    if (kind == Kind::kInt8ZeroPoint) range.low = __reduce_max_sync(all, range.low);
+    range.high = max_of_lanes(range.high);
+    if (kind == Kind::kInt8ZeroPoint) range.low = max_of_lanes(range.low);
   }
   return range;
 }
 
 // The sum of all threads of the warp, or of the block if it has one row of threads.
 __device__ inline int32_t reduce_sum(int32_t sum) {
-  unsigned const all = 0xffffffff;
-  sum = __reduce_add_sync(all, sum);
+  sum = sum_of_lanes(sum);
   if (blockDim.x > 32) {
     __shared__ int32_t warps[32];
     int const lane = threadIdx.x % 32;
     __syncthreads();  // the sums of the row before this one have been read
     if (lane == 0) warps[threadIdx.x / 32] = sum;
     __syncthreads();
-    sum = __reduce_add_sync(all, lane < blockDim.x / 32 ? warps[lane] : 0);
+    sum = sum_of_lanes(lane < blockDim.x / 32 ? warps[lane] : 0);
   }
   return sum;
 }
@@ -194,7 +218,7 @@ struct Sums<false> {};
 // x is read once, otherwise a second time, from the L2 cache if it is not too long, starting with the piece at hand.
 // Small rows always are one piece.
 template <class In, Kind kind, int V, int N, bool kSums>
-__global__ void __launch_bounds__(kRowThreads<V, N>, 1536 / kRowThreads<V, N>)
+__global__ void __launch_bounds__(kRowThreads<V, N>, kSmThreads / kRowThreads<V, N>)
     quantize_rows(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points,
                   Sums<kSums> sums) {
   begin();
@@ -274,7 +298,7 @@ __global__ void __launch_bounds__(kPieceThreads) find_range(In const* x, int64_t
 // it and is written. Pieces of a row are independent; the last goes first, because find_range has left it in the L2
 // cache. Sums that are asked for were zero.
 template <class In, Kind kind, int V, int N, bool kSums>
-__global__ void __launch_bounds__(kPieceThreads, V > 1 ? 5 : 4)
+__global__ void __launch_bounds__(kPieceThreads, V > 1 && kSmThreads > 1024 ? 5 : 4)
     quantize_given(In const* x, uint8_t* q, int64_t rows, int64_t cols, float* scales, int32_t* zero_points,
                    int scale_stride, uint32_t const* words, Sums<kSums> sums) {
   begin();

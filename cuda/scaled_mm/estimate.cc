@@ -1,5 +1,8 @@
 // The cost model of GPUs that nothing was measured on: the time of a kernel from the description of the GPU. Its
 // numbers are the hardware's or, as said, rough ones that no measurement stands behind; `tune` measures.
+//
+// Those marked (H200) fit 40 products that the multistage kernels' PTX was measured with on an H200,
+// benchmarks/h200/portable.csv, to 7 % (root mean square).
 #include <algorithm>
 #include <cmath>
 
@@ -8,8 +11,6 @@
 
 namespace jax_qmm {
 namespace {
-
-constexpr double kLaunch = 3e-6;  // seconds, of which most are the way to the first bytes and from the last ones
 
 double cube(double x) { return x * x * x; }
 
@@ -22,6 +23,7 @@ double copying(ScaledMm const& p, Gpu const& gpu) {
 // A block has all loads of a K tile on their way at once: the time of one round trip to memory.
 double skinny(Instance const& i, ScaledMm const& p, Gpu const& gpu) {
   constexpr double kRoundTrip = 1e-6;
+  constexpr double kLaunch = 3e-6;  // of which most are the way to the first bytes and from the last ones
   double const blocks = double(ceil_div(p.n, i.tile_m)) * p.batch;
   double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
   double const turns = waves * ceil_div(p.k, i.tile_k) * kRoundTrip;
@@ -29,33 +31,46 @@ double skinny(Instance const& i, ScaledMm const& p, Gpu const& gpu) {
 }
 
 double multistage(Instance const& i, ScaledMm const& p, Gpu const& gpu) {
+  constexpr double kLaunch = 1.6e-6;         // (H200)
   constexpr double kReached = 0.85;          // of the tensor cores' rate, where nothing else is in the way
+  constexpr double kOfWgmma = 0.58;          // (H200) of the rate of Hopper's, by mma.sync
   constexpr double kStep = 60, kStage = 60;  // least cycles of a step of K, and of a stage with its barrier
-  constexpr double kEnds = 3000;             // cycles of a tile before its first product and after its last
+  constexpr double kRoundTrip = 0.97e-6;     // (H200) seconds from a copy's start until its stage is there
+  constexpr double kEnds = 4600;             // (H200) cycles of a tile before its first product and after its last,
+  constexpr double kEndOfSum = 0.48;         // (H200) and for each of its sums
+  constexpr double kReading = 1.28;          // (H200) the time of all bytes, against a copy's
   constexpr double kL2 = 40;                 // bytes of L2 that an SM gets in a cycle
+  constexpr double kSecond = 1.5e-6;         // seconds of the kernel that adds up parts of K, without its bytes
   double const m = i.tile_m, n = i.tile_n, k = i.tile_k, rows = m + n;
   // Cycles of a K tile in an SM, whoever else is there. float16 has half the rate of 8 bits, and making a word of it
   // from what warps load of 8 bits takes about 6 instructions, which the SM has 64 lanes for.
   double const slices = i.warps / double(i.warps_m * i.warps_n);
   double const fragments = i.warps * (m / i.warps_m + n / i.warps_n) * k / slices;  // bytes
   bool const widened = i.in == DType::kF8E4M3 && (i.accum == Accum::kFull || compiled_for(gpu.arch) < 89);
-  double const products = m * n * k / (kReached * gpu.peak / 2 / gpu.sm_count / gpu.clock);
+  double const rate = kReached * gpu.peak * (gpu.arch == 90 ? kOfWgmma : 1);
+  double const products = m * n * k / (rate / 2 / gpu.sm_count / gpu.clock);
   double const multiplying = widened ? 2 * products + fragments / 2 * 6 / 64 : products;
   double const busy = std::max({multiplying, (fragments + rows * k) / 128, rows * k / kL2});
-  // Of a block alone, however fast the rest is.
-  double const least = kStage + k / 32 / slices * kStep;
+  // Of a block alone, however fast the rest is: all stages but one are on their way, or without cp.async none.
+  double const filling = kRoundTrip * gpu.clock;
+  double const waiting = compiled_for(gpu.arch) < 80 ? filling + multiplying : filling / (i.stages - 1);
+  double const least = std::max(kStage + k / 32 / slices * kStep, waiting);
 
   double const threads = 32.0 * i.warps, sums = m * n / (32.0 * i.warps_m * i.warps_n);
-  double const of_shared = std::floor(gpu.shared_memory / (i.stages * rows * k + 1024) + 0.02);
+  double const of_shared = std::floor(gpu.shared_memory / (i.stage_bytes() + 1024.0) + 0.02);
   double const of_registers = std::floor(65536 / (threads * (sums + 100)));
   double const together = std::max(1.0, std::min(of_shared, of_registers));  // blocks of an SM
-  double const of_each = std::ceil(double(count_clusters(i, p)) / gpu.sm_count);
+  double const of_each = std::ceil(double(count_clusters(i, p)) * i.split / gpu.sm_count);
   double const waves = std::floor(of_each / together), rest = of_each - waves * together;
   auto const wave = [&](double blocks) {
-    return blocks > 0 ? ceil_div(p.k, i.tile_k) * std::max(blocks * busy, least) + kEnds : 0;
+    return blocks > 0
+               ? ceil_div(ceil_div(p.k, i.tile_k), i.split) * std::max(blocks * busy, least) + kEnds + kEndOfSum * m * n
+               : 0;
   };
   double const computing = (waves * wave(together) + wave(rest)) / gpu.clock;
-  return kLaunch + std::cbrt(cube(computing) + cube(copying(p, gpu)));
+  // Partial sums are written and read once, in L2.
+  double const adding = i.split > 1 ? kSecond + 2.0 * workspace_of(i, p) / (kL2 * gpu.sm_count * gpu.clock) : 0;
+  return kLaunch + std::cbrt(cube(computing) + cube(kReading * copying(p, gpu))) + adding;
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Blocks that compute one tile each with warp-level tensor cores, from shared memory that cp.async fills some stages
-// ahead: for every GPU from Ampere on. K and the operands' addresses need to be multiples of 4.
+// ahead: for every GPU from Ampere on, and for Turing, where each copy is waited for. K and the operands' addresses
+// need to be multiples of 4. Where tiles are too few, K is split over blocks too (split_k.h).
 #pragma once
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include "core/prepare.h"
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/gemm_sm80.h"
+#include "scaled_mm/split_k.h"
 
 namespace jax_qmm::sm80 {
 
@@ -19,10 +21,13 @@ struct Params {
   uint8_t const* b;
   void* out;
   int m, n, k;
+  int k_of_part;  // of a block; the last ones may have less, or nothing
   int64_t a_batch_stride, b_batch_stride, out_batch_stride;
   unsigned tiles_m, tiles_n;
   int copied;         // at a time, by a thread: 16 bytes, or as many of 8 and 4 as all rows are aligned to
   bool stores_whole;  // whether rows of the output start at whole stores
+  void* parts;        // where the sums go if K is split over blocks, or null
+  int64_t sums_of_part;
   EpilogueArgs<true> epilogue;
 };
 
@@ -57,21 +62,23 @@ struct Config {
 };
 
 // What a thread copies of each tile of some rows of a matrix: 16 bytes of every few rows. Rows beyond the matrix repeat
-// its last one.
+// others: one row for all of them would keep one part of L2 busy.
 template <class C, int Rows>
 class Source {
  public:
   __device__ Source(uint8_t const* matrix, int first_row, int rows, Params const& p)
-      : matrix_(matrix), first_row_(first_row + threadIdx.x / kChunks), last_row_(rows - 1), p_(p) {
+      : matrix_(matrix), first_row_(first_row + threadIdx.x / kChunks), rows_(rows), p_(p) {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) from_[i] = row(i);
   }
 
-  // Starts the copies of the K bytes from k_begin on. Those beyond K become zeros, wherever they would come from.
-  __device__ void copy(uint32_t to, int k_begin) const {
-    int const there = p_.k - k_begin - 16 * int(threadIdx.x % kChunks);
+  // Starts the copies of the K bytes from k_begin on, 16 at a time (kWhole) or fewer. Those from k_end on become zeros,
+  // wherever they would come from.
+  template <bool kWhole>
+  __device__ void copy(uint32_t to, int k_begin, int k_end) const {
+    int const there = k_end - k_begin - 16 * int(threadIdx.x % kChunks);
     to += swizzled<C::kTileK>(threadIdx.x / kChunks, threadIdx.x % kChunks);
-    if (p_.copied == 16) {
+    if constexpr (kWhole) {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) copy_async<16>(to + i * kApart, from_[i] + k_begin, there > 0);
     } else if (p_.copied == 8) {
@@ -86,7 +93,9 @@ class Source {
   static constexpr int kApart = kRowsAtOnce * C::kTileK;
 
   __device__ uint8_t const* row(int i) const {
-    return matrix_ + int64_t(min(first_row_ + i * kRowsAtOnce, last_row_)) * p_.k + 16 * (threadIdx.x % kChunks);
+    int const row = first_row_ + i * kRowsAtOnce;
+    int const other = row & ((1 << (31 - __clz(rows_))) - 1);
+    return matrix_ + int64_t(row < rows_ ? row : other) * p_.k + 16 * (threadIdx.x % kChunks);
   }
 
   // A loop, so that it takes no registers from the other case.
@@ -102,7 +111,7 @@ class Source {
   }
 
   uint8_t const* matrix_;
-  int first_row_, last_row_;
+  int first_row_, rows_;
   Params const& p_;
   uint8_t const* from_[kCopies];
 };
@@ -201,6 +210,30 @@ __device__ void write_part(typename C::Accumulator (&acc)[C::kFragmentsM][C::kFr
   }
 }
 
+// Writes a warp's part of the tile as sums of a part of K.
+template <class C>
+__device__ void write_sums(typename C::Accumulator const (&acc)[C::kFragmentsM][C::kFragmentsN][4],
+                           typename C::Accumulator* to, Params const& p, int l, int first_m, int first_n) {
+  struct alignas(8) Two {
+    typename C::Accumulator left, right;
+  };
+  int const group = threadIdx.x % 32 / 4, member = threadIdx.x % 4, pitch = pitch_of_part(p.n);
+#pragma unroll
+  for (int i = 0; i < C::kFragmentsM; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int const m = first_m + 16 * i + 8 * half + group;
+      if (m >= p.m) continue;
+      auto* const row = to + (int64_t(l) * p.m + m) * pitch + 2 * member;
+#pragma unroll
+      for (int j = 0; j < C::kFragmentsN; ++j) {
+        int const n = first_n + 8 * j;
+        if (n < pitch) *reinterpret_cast<Two*>(row + n) = {acc[i][j][2 * half], acc[i][j][2 * half + 1]};
+      }
+    }
+  }
+}
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads) multistage_kernel(Params p) {
   using Accumulator = typename C::Accumulator;
@@ -221,27 +254,17 @@ __global__ void __launch_bounds__(C::kThreads) multistage_kernel(Params p) {
   int const slice = warp / (C::kWarpsM * C::kWarpsN), part = warp % (C::kWarpsM * C::kWarpsN);
   int const warp_m = part / C::kWarpsN * C::kWarpM, warp_n = part % C::kWarpsN * C::kWarpN;
 
-  p.epilogue.prefetch(C::kThreads);
   begin();
 
   Source<C, C::kTileM> const from_a(p.a + l * p.a_batch_stride, first_m, p.m, p);
   Source<C, C::kTileN> const from_b(p.b + l * p.b_batch_stride, first_n, p.n, p);
-  auto const copy_stage = [&](int stage, int k_tile) {
-    uint32_t const to = stages + stage * C::kStageBytes;
-    from_a.copy(to, k_tile * C::kTileK);
-    from_b.copy(to + C::kTileM * C::kTileK, k_tile * C::kTileK);
-  };
-  int const k_tiles = (p.k + C::kTileK - 1) / C::kTileK;
-#pragma unroll
-  for (int s = 0; s < C::kStages - 1; ++s) {
-    if (s < k_tiles) copy_stage(s, s);
-    commit_copies();
-  }
+  int const k_begin = blockIdx.y * p.k_of_part, k_end = min(p.k, k_begin + p.k_of_part);
 
   // The row and the half of 32 bytes that this lane gives the address of, for A: both halves of 8 rows after each
   // other, for B the other way round. The bits of a step are above those of a half, and so an exclusive or of both.
-  uint32_t const lane_a = swizzled<C::kTileK>(warp_m + lane % 16, lane / 16);
-  uint32_t const lane_b = C::kTileM * C::kTileK + swizzled<C::kTileK>(warp_n + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  uint32_t lane_a = swizzled<C::kTileK>(warp_m + lane % 16, lane / 16);
+  uint32_t lane_b = C::kTileM * C::kTileK + swizzled<C::kTileK>(warp_n + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  asm volatile("" : "+r"(lane_a), "+r"(lane_b));  // or they are computed again for each K tile
   uint32_t fragments_a[2][kM][4], fragments_b[2][kN][2];
   auto const load_fragments = [&](int to, int stage, int step) {
     uint32_t const from = stages + stage * C::kStageBytes, k = 32 * (slice * C::kSteps + step);
@@ -258,38 +281,58 @@ __global__ void __launch_bounds__(C::kThreads) multistage_kernel(Params p) {
   };
 
   Accumulator acc[kM][kN][4] = {};
-  wait_for_copies<C::kStages - 2>();
-  __syncthreads();
-  load_fragments(0, 0, 0);
-  int stage = 0, copied_stage = C::kStages - 1;
-#pragma unroll 1
-  for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+  // Without branches, so that copies and loads stand among the products that they are not to delay. Behind the last K
+  // tile the copies only write zeros.
+  auto const main_loop = [&](auto whole) {
+    auto const copy_stage = [&](int stage, int k) {
+      uint32_t const to = stages + stage * C::kStageBytes;
+      from_a.template copy<whole()>(to, k, k_end);
+      from_b.template copy<whole()>(to + C::kTileM * C::kTileK, k, k_end);
+      commit_copies();
+    };
 #pragma unroll
-    for (int step = 0; step < C::kSteps; ++step) {
-      // The fragments of the next step are on their way while this one's are multiplied. For those of the next stage
-      // its copies must be there, and after this barrier nobody loads from this one any more.
-      if (step == C::kSteps - 1) {
-        wait_for_copies<C::kStages - 2>();
-        __syncthreads();
-        stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    for (int s = 0; s < C::kStages - 1; ++s) copy_stage(s, k_begin + s * C::kTileK);
+    p.epilogue.prefetch(C::kThreads);  // hundreds of instructions, while the copies are on their way
+    wait_for_copies<C::kStages - 2>();
+    __syncthreads();
+    load_fragments(0, 0, 0);
+    int stage = 0, copied_stage = C::kStages - 1;
+#pragma unroll 1
+    for (int k = k_begin; k < k_end; k += C::kTileK) {
+#pragma unroll
+      for (int step = 0; step < C::kSteps; ++step) {
+        // The fragments of the next step are on their way while this one's are multiplied. For those of the next stage
+        // its copies must be there, and after this barrier nobody loads from this one any more.
+        if (step == C::kSteps - 1) {
+          wait_for_copies<C::kStages - 2>();
+          __syncthreads();
+          stage = stage + 1 == C::kStages ? 0 : stage + 1;
+        }
+        load_fragments((step + 1) % 2, stage, (step + 1) % C::kSteps);
+        // The stage to fill was last loaded from before that barrier: its copies may arrive at any time, also at once.
+        if (step == 0) {
+          copy_stage(copied_stage, k + (C::kStages - 1) * C::kTileK);
+          copied_stage = copied_stage + 1 == C::kStages ? 0 : copied_stage + 1;
+        }
+        multiply<C>(acc, fragments_a[step % 2], fragments_b[step % 2]);
       }
-      load_fragments((step + 1) % 2, stage, (step + 1) % C::kSteps);
-      if (step == 0) {
-        if (k_tile + C::kStages - 1 < k_tiles) copy_stage(copied_stage, k_tile + C::kStages - 1);
-        commit_copies();
-        copied_stage = copied_stage + 1 == C::kStages ? 0 : copied_stage + 1;
-      }
-      multiply<C>(acc, fragments_a[step % 2], fragments_b[step % 2]);
     }
+    wait_for_copies<0>();
+  };
+  if (p.copied == 16) {
+    main_loop(std::true_type());
+  } else {
+    main_loop(std::false_type());
   }
   __syncthreads();  // the terms take the place of the stages, from one of which fragments were loaded in vain
 
   auto* const rows = reinterpret_cast<Terms<true, Value>*>(shared);
   auto* const columns = rows + C::kTileM;
-  for (int i = threadIdx.x; i < C::kTileM; i += C::kThreads) {
+  bool const has_all_of_k = p.parts == nullptr;
+  for (int i = threadIdx.x; has_all_of_k && i < C::kTileM; i += C::kThreads) {
     if (first_m + i < p.m) p.epilogue.load_row(l, first_m + i, rows[i]);
   }
-  for (int i = threadIdx.x; i < C::kTileN; i += C::kThreads) {
+  for (int i = threadIdx.x; has_all_of_k && i < C::kTileN; i += C::kThreads) {
     if (first_n + i < p.n) p.epilogue.load_column(l, first_n + i, columns[i]);
   }
   auto* const sums = reinterpret_cast<Accumulator*>(shared + C::kTermsBytes) + part * C::kPartSums;
@@ -320,6 +363,10 @@ __global__ void __launch_bounds__(C::kThreads) multistage_kernel(Params p) {
     __syncthreads();
   }
 
+  if (!has_all_of_k) {
+    auto* const to = static_cast<Accumulator*>(p.parts) + blockIdx.y * p.sums_of_part;
+    return write_sums<C>(acc, to, p, l, first_m + warp_m, first_n + warp_n);
+  }
   FullOutput const output = p.epilogue.output.at(l);
   auto const write = [&](auto bits) {
     using Bits = decltype(bits);
@@ -345,12 +392,13 @@ cudaError_t Gemm<In, accum, TileM, TileN, TileK, WarpsM, WarpsN, WarpsK, Stages>
     return error;
   fits = C::kSharedBytes <= most;
   if (!fits) return cudaSuccess;
+  if (cudaError_t const error = prepare_add_parts()) return error;
   LaunchShape const shape{{}, C::kThreads, C::kSharedBytes};
   return prepare_kernel(reinterpret_cast<void const*>(multistage_kernel<C>), shape, fits);
 }
 
 template <DType In, Accum accum, int TileM, int TileN, int TileK, int WarpsM, int WarpsN, int WarpsK, int Stages>
-cudaError_t Gemm<In, accum, TileM, TileN, TileK, WarpsM, WarpsN, WarpsK, Stages>::launch(ScaledMm const& p, int,
+cudaError_t Gemm<In, accum, TileM, TileN, TileK, WarpsM, WarpsN, WarpsK, Stages>::launch(ScaledMm const& p, int split,
                                                                                          Gpu const&,
                                                                                          Submit const& submit) {
   using C = Config<In, accum, TileM, TileN, TileK, WarpsM, WarpsN, WarpsK, Stages>;
@@ -363,6 +411,7 @@ cudaError_t Gemm<In, accum, TileM, TileN, TileK, WarpsM, WarpsN, WarpsK, Stages>
                       p.m,
                       p.n,
                       p.k,
+                      int(ceil_div(ceil_div(p.k, TileK), split) * TileK),
                       p.a_batch_stride,
                       p.b_batch_stride,
                       p.out_batch_stride,
@@ -372,9 +421,13 @@ cudaError_t Gemm<In, accum, TileM, TileN, TileK, WarpsM, WarpsN, WarpsK, Stages>
                       : in % 8 == 0 ? 8
                                     : 4,
                       out % 16 == 0,
+                      split > 1 ? p.workspace : nullptr,
+                      sums_of_part(p),
                       epilogue_args<true>(p)};
   unsigned const blocks = params.tiles_m * params.tiles_n * unsigned(p.batch);
-  return jax_qmm::launch(submit, {blocks, C::kThreads, C::kSharedBytes}, multistage_kernel<C>, params);
+  LaunchShape const shape{dim3(blocks, split), C::kThreads, C::kSharedBytes};
+  cudaError_t const error = jax_qmm::launch(submit, shape, multistage_kernel<C>, params);
+  return error || split == 1 ? error : add_parts(p, split, submit);
 }
 
 }  // namespace jax_qmm::sm80

@@ -1,4 +1,4 @@
-// One kernel of the table for every GPU from Ampere on, defined in gemm_sm80.cuh and instantiated in sources that CMake
+// One kernel of the table for every GPU from Turing on, defined in gemm_sm80.cuh and instantiated in sources that CMake
 // makes of instances_sm80.def.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace jax_qmm::sm80 {
 template <DType In, Accum accum, int TileM, int TileN, int TileK, int WarpsM, int WarpsN, int WarpsK, int Stages>
 struct Gemm {
   static cudaError_t prepare(bool& fits);
-  static cudaError_t launch(ScaledMm const& problem, int swizzle, Gpu const& gpu, Submit const& submit);
+  static cudaError_t launch(ScaledMm const& problem, int split, Gpu const& gpu, Submit const& submit);
 };
 
 }  // namespace jax_qmm::sm80

@@ -9,12 +9,12 @@ namespace {
 
 // Which GPUs have the code, of those that this build is for.
 bool on_hopper(int arch) { return arch == 90; }
-bool from_ampere_on(int arch) { return arch >= 80; }
+bool from_turing_on(int arch) { return arch >= 75; }
 bool where_hopper_has_no_better(int arch) {
 #ifdef JAX_QMM_SM90
   if (arch == 90) return false;
 #endif
-  return arch >= 80;
+  return from_turing_on(arch);
 }
 
 template <class Kernel>
@@ -49,7 +49,7 @@ template <class Kernel>
 Instance skinny(DType in, int out_bytes, int warps, int steps, int blocks_per_sm, bool full_epilogue = false) {
   Instance i = instance<Kernel>(Schedule::kSkinny, in, out_bytes, kSkinnyRows, kSkinnyM, kSkinnyStep * steps * warps, 1,
                                 1, true, full_epilogue);
-  i.has_code = from_ampere_on;
+  i.has_code = from_turing_on;
   i.accum = Accum::kFull;
   i.warps = warps;
   i.blocks_per_sm = blocks_per_sm;
@@ -67,14 +67,15 @@ Instance one_tile(DType in, int out_bytes, int tile_m, int tile_n, int tile_k, i
 }
 
 template <class Kernel>
-Instance multistage(DType in, Accum accum, int tile_m, int tile_n, int tile_k, int warps_m, int warps_n, int warps_k,
-                    int stages) {
+Instance multistage(int split, DType in, Accum accum, int tile_m, int tile_n, int tile_k, int warps_m, int warps_n,
+                    int warps_k, int stages) {
   Instance i = instance<Kernel>(Schedule::kMultistage, in, 0, tile_m, tile_n, tile_k, 1, 1, false, true);
   i.has_code = where_hopper_has_no_better;
   i.accum = accum;
   i.warps_m = warps_m, i.warps_n = warps_n;
   i.warps = warps_m * warps_n * warps_k;
   i.stages = stages;
+  i.split = split;
   return i;
 }
 
@@ -86,8 +87,14 @@ Instance multistage(DType in, Accum accum, int tile_m, int tile_n, int tile_k, i
 #define SKINNY(in, ...) skinny<JAX_QMM_SKINNY(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
 #define ONE_TILE(in, ...) one_tile<JAX_QMM_ONE_TILE(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
 #ifdef JAX_QMM_SM80
-#define MULTISTAGE(in, accum, ...) \
-  multistage<JAX_QMM_MULTISTAGE(in, accum, __VA_ARGS__)>(DType::in, Accum::accum, __VA_ARGS__),
+// One kernel for each number of parts of K.
+#define MULTISTAGE_SPLIT(split, in, accum, ...) \
+  multistage<JAX_QMM_MULTISTAGE(in, accum, __VA_ARGS__)>(split, DType::in, Accum::accum, __VA_ARGS__),
+#define MULTISTAGE(...)            \
+  MULTISTAGE_SPLIT(1, __VA_ARGS__) \
+  MULTISTAGE_SPLIT(2, __VA_ARGS__) \
+  MULTISTAGE_SPLIT(4, __VA_ARGS__) \
+  MULTISTAGE_SPLIT(8, __VA_ARGS__)
 #else
 #define MULTISTAGE(...)
 #endif

@@ -24,10 +24,12 @@ struct Instance {
   int blocks_per_sm, warps, split;
   int warps_m, warps_n, stages;  // of multistage kernels: warps that share a tile's M, its N
   cudaError_t (*prepare)(bool& fits);
-  cudaError_t (*launch)(ScaledMm const&, int swizzle, Gpu const&, Submit const&);
+  cudaError_t (*launch)(ScaledMm const&, int swizzle_or_split, Gpu const&, Submit const&);
 
   // How many rows of a the tiles of a cluster have.
   int rows_of_a() const { return swap ? tile_n * cluster_n : tile_m * cluster_m; }
+  // That the stages of a multistage kernel take of shared memory; it needs little more.
+  int stage_bytes() const { return stages * (tile_m + tile_n) * tile_k; }
   bool persistent() const { return schedule == Schedule::kPingpong || schedule == Schedule::kCooperative; }
 };
 
@@ -42,11 +44,14 @@ Accum accum_of(ScaledMm const& problem);
 int alignment(ScaledMm const& problem);
 bool suits(Instance const& instance, int alignment);
 
+int64_t workspace_of(Instance const& instance, ScaledMm const& problem);
+
 // Whether it can compute the product, if its operands are aligned.
 bool serves(Instance const& instance, ScaledMm const& problem);
 int swizzle_for(Instance const& instance, ScaledMm const& problem);
 
-// Whether the GPU can run it: `prepare_scaled_mm` has found no device of this process on which its clusters don't fit.
+// Whether the GPU can run it: it has the code and the shared memory, and `prepare_scaled_mm` has found no device of
+// this process on which its clusters don't fit.
 bool runs_on(Gpu const& gpu, int instance);
 
 // Of tiles, or of the one tile that the blocks of a cluster share.

@@ -15,7 +15,8 @@ std::map<int, std::vector<bool>> fits_on_device;
 }  // namespace
 
 bool runs_on(Gpu const& gpu, int instance) {
-  if (!instances()[instance].has_code(gpu.arch)) return false;
+  Instance const& i = instances()[instance];
+  if (!i.has_code(gpu.arch) || i.stage_bytes() > gpu.shared_memory) return false;
   std::shared_lock lock(mutex);
   auto const found = fits_on_device.find(gpu.device);
   return found == fits_on_device.end() || found->second[instance];
@@ -44,7 +45,8 @@ cudaError_t prepare_scaled_mm() {
 cudaError_t launch_scaled_mm(ScaledMm const& p, ScaledMmChoice choice, Gpu const& gpu, Submit const& submit) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return cudaSuccess;
   if (choice.instance < 0) return launch_generic(p, submit);
-  return instances()[choice.instance].launch(p, choice.swizzle, gpu, submit);
+  Instance const& instance = instances()[choice.instance];
+  return instance.launch(p, instance.persistent() ? choice.swizzle : instance.split, gpu, submit);
 }
 
 }  // namespace jax_qmm

@@ -57,6 +57,8 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
   check_choices();  // now that it is known which kernels fit
   size_t const a_bytes = size_t(shape.m) * shape.k, b_bytes = size_t(shape.n) * shape.k;
   size_t const out_bytes = size_t(shape.m) * shape.n * bytes_of(shape.out_dtype);
+  int64_t workspace_bytes = 0;
+  for (ScaledMmChoice choice : choices) workspace_bytes = std::max(workspace_bytes, workspace_of(shape, choice));
   size_t const set_bytes = a_bytes + b_bytes + out_bytes;
   int const sets = std::clamp<int>(400'000'000 / set_bytes + 1, 2, 24);
 
@@ -66,9 +68,11 @@ std::vector<double> measure_scaled_mm(ScaledMm const& shape, std::vector<ScaledM
     return buffers.back().get();
   };
   std::vector<float> const scales(shape.m + shape.n, 0.01f);
+  void* const workspace = workspace_bytes > 0 ? allocate(workspace_bytes) : nullptr;
   std::vector<ScaledMm> problems(sets, shape);
   for (ScaledMm& problem : problems) {
     problem.batch = 1;
+    problem.workspace = workspace;
     problem.a = allocate(a_bytes);
     problem.b = allocate(b_bytes);
     problem.out = allocate(out_bytes);

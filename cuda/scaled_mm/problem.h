@@ -16,7 +16,8 @@
 
 namespace jax_qmm {
 
-constexpr int kLongest = INT32_MAX - 4096;  // of the dimensions, which kernels round up to whole tiles
+constexpr int kLongest = INT32_MAX - 4096;    // of the dimensions, which kernels round up to whole tiles
+constexpr int64_t kMostWorkspace = 32 << 20;  // bytes that stay in the L2 cache of the larger GPUs
 
 // A vector along M or N with one value for each batch entry and row or column, or fewer: a stride is 0 where the value
 // is shared. `data` is null where the operand is absent.
@@ -46,6 +47,8 @@ struct ScaledMm : Terms<true, VectorOf> {
   Activation activation;
   float low, high;                   // between which kClamp keeps its results
   Vector out_scale, out_zero_point;  // of 8-bit outputs, one value for each batch entry
+  void* workspace;                   // for partial sums
+  int64_t workspace_bytes;
 };
 
 // Whether it takes a kernel with the full epilogue, and not one with the plain one: terms that the latter lacks, an

@@ -32,6 +32,9 @@ bool suits_alignment(ScaledMm const& problem, ScaledMmChoice choice);
 std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& problem, Gpu const& gpu);
 std::string describe_scaled_mm(ScaledMmChoice choice);
 
+// Bytes of workspace that a choice needs. Those that need more than the problem has are no choices.
+int64_t workspace_of(ScaledMm const& problem, ScaledMmChoice choice);
+
 // Throws std::invalid_argument where a choice is none of `scaled_mm_choices`.
 void check_scaled_mm_choice(ScaledMm const& problem, ScaledMmChoice choice, Gpu const& gpu);
 
@@ -82,7 +85,8 @@ void clear_scaled_mm_tuning();
 // once per device, outside of stream capture.
 cudaError_t prepare_scaled_mm();
 
-// Submits the one kernel that computes the product on the current device. Empty outputs are legal, and need none.
+// Submits the kernel, or the two, that compute the product on the current device. Empty outputs are legal, and need
+// none.
 cudaError_t launch_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice, Gpu const& gpu, Submit const& submit);
 
 }  // namespace jax_qmm

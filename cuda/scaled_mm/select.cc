@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "scaled_mm/instances.h"
+#include "scaled_mm/split_k.h"
 
 namespace jax_qmm {
 
@@ -32,6 +33,14 @@ int64_t count_clusters(Instance const& i, ScaledMm const& p) {
   return ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) * ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
 }
 
+int64_t workspace_of(Instance const& i, ScaledMm const& p) {
+  return i.schedule == Schedule::kMultistage && i.split > 1 ? 4 * i.split * sm80::sums_of_part(p) : 0;
+}
+
+int64_t workspace_of(ScaledMm const& p, ScaledMmChoice choice) {
+  return choice.instance < 0 ? 0 : workspace_of(instances()[choice.instance], p);
+}
+
 bool serves(Instance const& i, ScaledMm const& p) {
   int constexpr kMostBlocks = 65535;  // of a grid's second or third dimension; prefetch_l2 counts their threads
   bool const any_output = i.schedule == Schedule::kMultistage;
@@ -39,7 +48,10 @@ bool serves(Instance const& i, ScaledMm const& p) {
   if (!any_output && (i.out_bytes != bytes_of(p.out_dtype) || i.full_epilogue != needs_full_epilogue(p))) return false;
   if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
   if (i.accum != accum_of(p)) return false;
-  if (i.schedule == Schedule::kMultistage) return count_clusters(i, p) <= INT32_MAX / 1024;
+  if (workspace_of(i, p) > std::min(p.workspace_bytes, kMostWorkspace)) return false;
+  if (i.schedule == Schedule::kMultistage) {
+    return count_clusters(i, p) <= INT32_MAX / 1024 && i.split <= ceil_div(p.k, i.tile_k);
+  }
   return i.schedule != Schedule::kOneTile || count_clusters(i, p) * i.cluster_m * i.cluster_n <= kMostBlocks;
 }
 
@@ -72,6 +84,7 @@ std::optional<std::pair<int, ScaledMmChoice>> find_tuned(ScaledMm const& p, Gpu 
   if (next == by_m->second.end() || 3LL * next->first >= 4LL * p.m) return std::nullopt;
   int const instance = next->second.instance;
   if (instance >= 0 && !(suits(instances()[instance], alignment(p)) && runs_on(gpu, instance))) return std::nullopt;
+  if (workspace_of(p, next->second) > p.workspace_bytes) return std::nullopt;
   return *next;
 }
 
@@ -91,12 +104,12 @@ ScaledMmChoice select(ScaledMm const& p, Gpu const& gpu) {
 }
 
 // All that `select` depends on, of a problem on one device.
-using Shape = std::array<int, 10>;
+using Shape = std::array<int64_t, 11>;
 
 struct HashShape {
   size_t operator()(Shape const& shape) const {
     uint64_t hash = 0;
-    for (int i : shape) hash = (hash ^ uint32_t(i)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 32;
+    for (int64_t i : shape) hash = (hash ^ uint64_t(i)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 32;
     return hash;
   }
 };
@@ -111,7 +124,7 @@ ScaledMmChoice select_scaled_mm(ScaledMm const& p, Gpu const& gpu) {
   if (gpu.device < 0) return select(p, gpu);
   size_t constexpr kMostKept = 1 << 14;  // where shapes are symbolic, they may be of any number
   Shape const shape{gpu.device, int(p.in), int(p.out_dtype), p.fast_accum, needs_full_epilogue(p), p.m,
-                    p.n,        p.k,       p.batch,          alignment(p)};
+                    p.n,        p.k,       p.batch,          alignment(p), p.workspace_bytes};
   {
     std::shared_lock lock(chosen_mutex);
     if (auto const found = chosen.find(shape); found != chosen.end()) return found->second;

@@ -12,6 +12,7 @@ std::string describe(Instance const& i) {
   if (i.schedule == Schedule::kMultistage) {
     int const slices = i.warps / (i.warps_m * i.warps_n);
     return "sm80 " + size + " " + text(i.stages) + " stages" + (slices > 1 ? " sliced-K " + text(slices) : "") +
+           (i.split > 1 ? " split-K " + text(i.split) : "") +
            (i.in != DType::kS8 && i.accum == Accum::kFull ? " full accumulation" : "");
   }
   if (i.schedule == Schedule::kSkinny) return tile + " skinny " + text(i.warps) + " warps" + epilogue;

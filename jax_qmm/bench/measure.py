@@ -22,15 +22,13 @@ import jax_qmm
 from jax_qmm import _extension, tuning
 from jax_qmm.tuning import Product
 
-PEAK = tuning.h200()["peak"]  # operations a second, dense and of 8 bits: H100 SXM, H200
+PEAK = tuning.h200()["peak"]  # operations a second, dense and of 8 bits
 TURNS = 3  # the least, the median and the most of them are reported
 
 
 def open_gpu(command: str) -> tuple[Any, Any]:
     """The extension module and its GPU that its kernels run on; ends the process with code 2 without them."""
-    gpus = _extension._gpus()
-    reason = _extension.fallback_reason("cuda") if gpus else "JAX sees no NVIDIA GPU here"
-    if reason:
+    if reason := _extension.why_none_runs():
         print(f"{command} measures the kernels on a GPU, and can't: {reason}", file=sys.stderr)
         raise SystemExit(2)
     gpu = _extension.gpu()
@@ -112,8 +110,8 @@ def nbytes(product: Product) -> int:
     return product.batch * (m * k + n * k + m * n * jnp.dtype(product.out_dtype).itemsize)
 
 
-def roofline_us(product: Product, bandwidth: float) -> float:
-    """The larger of the microseconds that a product's bytes take at `bandwidth` and its operations at the peak.
+def roofline_us(product: Product, bandwidth: float, peak: float = PEAK) -> float:
+    """The larger of the microseconds that a product's bytes take at `bandwidth` and its operations at `peak`.
 
     It is a yardstick and no bound where `bandwidth` is a copy's: a product reads more than it writes, and memory is
     read faster than it is copied.
@@ -123,7 +121,7 @@ def roofline_us(product: Product, bandwidth: float) -> float:
     '26.0'
     """
     operations = 2 * product.m * product.n * product.k * product.batch
-    return 1e6 * max(nbytes(product) / bandwidth, operations / PEAK)
+    return 1e6 * max(nbytes(product) / bandwidth, operations / peak)
 
 
 def operands(product: Product, dtype: str, most: int = 12) -> list[tuple]:
@@ -173,14 +171,13 @@ def autotune_xla(products: Sequence[Product]) -> None:
     jax.jit(program).lower(eight, bf16).compile({"xla_gpu_autotune_level": 2})
 
 
-def chain(product: Product, sets: list[tuple]) -> list[tuple]:
-    """The sets again and again, for so many calls that the first and the last are few of them: up to 32, or 2 ms.
+def chain(sets: list[tuple], us: float) -> list[tuple]:
+    """The sets again and again, for so many calls of `us` that the first and last are few of them: up to 32, or 2 ms.
 
-    >>> product = Product(1024, 6144, 4096, 1, "int8", "bfloat16", False)
-    >>> len(chain(product, [(), ()])), len(chain(product._replace(m=16384), [(), ()]))
+    >>> len(chain([(), ()], 26.0)), len(chain([(), ()], 420.0))
     (32, 5)
     """
-    calls = min(32, max(len(sets), math.ceil(2000 / roofline_us(product, 4e12))))
+    calls = min(32, max(len(sets), math.ceil(2000 / us)))
     return (sets * calls)[:calls]
 
 
@@ -204,7 +201,7 @@ def times(calls: Mapping[Any, Callable[[], float]], seed: str) -> dict[Any, list
 def in_jit(product: Product) -> dict[str, Callable[[], float]]:
     """What measures, inside jitted programs: `scaled_mm`, the same by XLA, and XLA's product of bfloat16."""
     _call_each.clear_cache()  # of the products before  # pyright: ignore[reportAttributeAccessIssue]
-    sets = functools.cache(lambda dtype: chain(product, operands(product, dtype)))
+    sets = functools.cache(lambda dtype: chain(operands(product, dtype), roofline_us(product, 4e12)))
     return {
         "jit": lambda: jit_us(jax_qmm.scaled_mm, sets(product.dtype)),
         "xla": lambda: jit_us(xla_scaled_mm, sets(product.dtype)),

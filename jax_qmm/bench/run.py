@@ -13,7 +13,7 @@ from jax_qmm.tuning import Product
 
 ROUNDS = 9
 NOTES = """\
-The peak is that of dense 8-bit products by the datasheets of H100 SXM and H200.
+The peak is that of dense 8-bit products by the GPU's datasheet, or else by its architecture, SMs and clock.
 A copy reads and writes: kernels that almost only read, those of small M, pass the roofline by several per cent.
 us: median of CUDA graph replays; in jit: by JAX's profiler, in one program of many such calls. All that is measured
 of a product is measured three times, each time in another random order; the times are the medians.
@@ -30,6 +30,7 @@ def measure_all(
     products: Sequence[Product],
     peers: Sequence[str],
     bandwidth: float,
+    peak: float,
     rows: list[report.Row],
     failures: list[str],
 ) -> None:
@@ -42,9 +43,8 @@ def measure_all(
                 failures.append(f"XLA failed on all products of M {m} together: {_first_line(error)}")
     with tqdm(products, desc="bench", unit="product") as bar:
         for product in bar:
-            *shape, dtype, out_dtype, fast_accum = product
-            where = _extension.describe_scaled_mm(*shape, dtype, out_dtype, fast_accum)
-            row = report.Row(product, where, measure.roofline_us(product, bandwidth))
+            where = _extension.describe_scaled_mm(*product)
+            row = report.Row(product, where, measure.roofline_us(product, bandwidth, peak))
             chosen = kernels.ScaledMmProblem(*product).select(_extension.gpu())
             calls = {"ours": lambda: measure.kernel_us(kernels, product, [chosen], ROUNDS)[0]}
             if "cublaslt" in peers:
@@ -85,7 +85,7 @@ def main(
     if reference and reference.gpu not in ("", gpu.name):
         print(f"{reference.path} was measured on {reference.gpu}; this is {gpu.name}", file=sys.stderr)
         raise SystemExit(2)
-    title = f"jax_qmm on {gpu.name}, jax {jax.__version__}"
+    title = f"jax_qmm on {_extension.described_gpu()}, jax {jax.__version__}"
     remark = ""
     if "cublaslt" in peers and (missing := cublaslt.missing()):
         peers = [peer for peer in peers if peer != "cublaslt"]
@@ -96,14 +96,14 @@ def main(
     bandwidth = measure.copy_bandwidth()
     rows, failures, stopped = [], [], None
     try:
-        measure_all(kernels, products, peers, bandwidth, rows, failures)
+        measure_all(kernels, products, peers, bandwidth, gpu.peak, rows, failures)
     except BaseException as error:  # raised again when what there is has been reported
         stopped = error
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {type(error).__name__}"
         failures.append(f"{why}: {len(rows)} of {len(products)} products were measured")
     roofline = (
         f"roofline: bytes at {bandwidth / 1e12:.2f} TB/s, what a copy reached in this run, or "
-        f"operations at {measure.PEAK / 1e12:.0f} Tera-ops/s"
+        f"operations at {gpu.peak / 1e12:.0f} Tera-ops/s"
     )
     if rows:
         print()

@@ -12,7 +12,7 @@ MODELS = {
 }
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
-OUT_DTYPES = ("bfloat16", "float16", "float32")
+OUT_DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="of the operands (both)")
 
 
-def products(*, model: str | None, shapes, m, dtype, out_dtype=("bfloat16",)) -> list[Product]:
+def products(
+    *, model: str | None, shapes, m, dtype, out_dtype=("bfloat16",), full_epilogue: bool = False
+) -> list[Product]:
     """The products that the arguments name, each once, those of one weight together.
 
     Ends the process with code 2 where `shapes` are given for another model than custom, or none for that.
@@ -40,7 +42,7 @@ def products(*, model: str | None, shapes, m, dtype, out_dtype=("bfloat16",)) ->
         print("--model custom needs --shapes, and no other model takes them", file=sys.stderr)
         raise SystemExit(2)
     named = (
-        product(rows, n, k, DTYPES[kind], out)
+        product(rows, n, k, DTYPES[kind], out, full_epilogue)
         for n, k in shapes or MODELS[model]
         for kind in dtype
         for out in out_dtype
@@ -49,9 +51,9 @@ def products(*, model: str | None, shapes, m, dtype, out_dtype=("bfloat16",)) ->
     return list(dict.fromkeys(named))
 
 
-def product(m: int, n: int, k: int, dtype: str, out_dtype: str) -> Product:
+def product(m: int, n: int, k: int, dtype: str, out_dtype: str, full_epilogue: bool = False) -> Product:
     """A product as `scaled_mm` computes it by default: fp8 is summed fast, int8 exactly as always."""
-    return Product(m, n, k, 1, dtype, out_dtype, dtype != "int8")
+    return Product(m, n, k, 1, dtype, out_dtype, dtype != "int8", full_epilogue or out_dtype in DTYPES.values())
 
 
 def _numbers(text):

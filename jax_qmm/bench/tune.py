@@ -10,7 +10,7 @@ from statistics import geometric_mean, median
 
 from tqdm import tqdm
 
-from jax_qmm import tuning
+from jax_qmm import _extension, tuning
 from jax_qmm.bench import measure, report
 from jax_qmm.tuning import Entry, Product
 
@@ -92,23 +92,25 @@ def main(*, products: Sequence[Product], file: Path | None) -> None:
                 measured[product] = default, default_us
     finally:
         if measured:
-            print("", *_report(kernels, entries, measured), sep="\n")
+            print("", *_report(kernels, gpu, entries, measured), sep="\n")
         print(
             f"{file} holds {len(entries)} products on {gpu.name}"
             + ("" if tuning.path() == file else f"; set JAX_QMM_TUNING={file.absolute()} to load it")
         )
 
 
-def _report(kernels, entries, measured):
+def _report(kernels, gpu, entries, measured):
+    words = lambda kernel: _extension.as_compiled(kernels, kernel, gpu)
     rows, gains = [], []
     for product, (default, default_us) in measured.items():
         _, kernel, us = entries[product]
         gains.append(default_us / us)
         default = kernels.describe_scaled_mm(default)
-        gain = "" if kernel == default else f"{gains[-1]:.2f}x {default}"
+        gain = "" if kernel == default else f"{gains[-1]:.2f}x {words(default)}"
         shape = map(str, product[:3])
-        rows.append((product.dtype, product.out_dtype, *shape, report.format_us(us), kernel, gain))
-    header = ("dtype", "out", "M", "N", "K", "us", "kernel", "times as fast as the cost model's")
+        epilogue = "full" if product.full_epilogue else ""
+        rows.append((product.dtype, product.out_dtype, epilogue, *shape, report.format_us(us), words(kernel), gain))
+    header = ("dtype", "out", "epilogue", "M", "N", "K", "us", "kernel", "times as fast as the cost model's")
     others = sum(bool(row[-1]) for row in rows)
     yield report.align(header, rows, left=2)
     yield (

@@ -4,6 +4,7 @@ What the kernel knows is part of the structure of the variables. So it goes wher
 transformation, and caches (nn.jit's too) tell two schemes apart.
 """
 
+import dataclasses
 import json
 from typing import Any
 
@@ -14,8 +15,8 @@ from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_qmm.models.leaf_specs import leaf_specs
-from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W8A8
+from jax_qmm.qarray import QArray, tags_from_json
+from jax_qmm.schemes import W4A16, W8A8, W8A16, Scheme
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -32,7 +33,7 @@ class QuantizedKernel(QArray):
     (QArray(int8[3,4], scale=float32[1,4], stored=[4,3]), W8A8(int8, per_token))
     """
 
-    def __init__(self, qarray: QArray, scheme: W8A8, float_dtype: Any):
+    def __init__(self, qarray: QArray, scheme: Scheme, float_dtype: Any):
         self.__dict__.update(qarray.__dict__)
         self.scheme, self.float_dtype = scheme.with_static(None), jnp.dtype(float_dtype)
 
@@ -41,17 +42,17 @@ class QuantizedKernel(QArray):
         return QArray.tree_unflatten(QArray.tree_flatten(self)[1], QArray.tree_flatten(self)[0])
 
     def tree_flatten_with_keys(self):
-        children, view = super().tree_flatten_with_keys()
-        return children, (view, self.scheme, self.float_dtype)
+        children, tags = super().tree_flatten_with_keys()
+        return children, (tags, self.scheme, self.float_dtype)
 
     def tree_flatten(self):
-        children, view = super().tree_flatten()
-        return children, (view, self.scheme, self.float_dtype)
+        children, tags = super().tree_flatten()
+        return children, (tags, self.scheme, self.float_dtype)
 
     @classmethod
     def tree_unflatten(cls, static, children):
-        view, scheme, float_dtype = static
-        new = super().tree_unflatten(view, children)
+        tags, scheme, float_dtype = static
+        new = super().tree_unflatten(tags, children)
         new.__dict__.update(scheme=scheme, float_dtype=float_dtype)
         return new
 
@@ -96,12 +97,15 @@ class QuantizedBox(meta.AxisMetadata):
 
     def get_partition_spec(self) -> "QuantizedBox":
         """The box with a PartitionSpec for each array."""
-        specs = getattr(self.box, "get_partition_spec", PartitionSpec)  # not all boxes have specs
-        return self.replace_boxed(leaf_specs(self.value, specs()))
+        return self._specs(None)
 
     def get_sharding(self, mesh: Mesh) -> "QuantizedBox":
         """The box with a NamedSharding for each array."""
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.get_partition_spec())
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._specs(mesh))
+
+    def _specs(self, mesh):
+        specs = getattr(self.box, "get_partition_spec", PartitionSpec)  # not all boxes have specs
+        return self.replace_boxed(leaf_specs(self.value, specs(), mesh))
 
     def tree_flatten_with_keys(self):
         return [(jax.tree_util.GetAttrKey("value"), self.value)], jax.tree.structure(self.box)
@@ -140,14 +144,14 @@ serialization.register_serialization_state(
 
 
 def _static_to_bytes(static):
-    view, scheme, dtype = static
-    how = [str(scheme.dtype), scheme.activation, scheme.symmetric, scheme.weight_symmetric]
-    return json.dumps([view, *how, str(dtype)]).encode()
+    tags, scheme, dtype = static
+    return json.dumps([tags, type(scheme).__name__, dataclasses.asdict(scheme), str(dtype)], default=str).encode()
 
 
 def _static_from_bytes(data):
-    view, *how, dtype = json.loads(bytes(data))
-    return tuple(view), W8A8(*how), jnp.dtype(dtype)
+    tags, name, fields, dtype = json.loads(bytes(data))
+    scheme = next(cls for cls in (W8A8, W4A16, W8A16) if cls.__name__ == name)
+    return tags_from_json(tags), scheme(**fields), jnp.dtype(dtype)
 
 
 jax.export.register_pytree_node_serialization(

@@ -17,7 +17,7 @@ from jax_qmm.models import layer_kinds, products
 from jax_qmm.models.linen_kernel import QuantizedBox, QuantizedKernel
 from jax_qmm.models.plan import Static
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W8A8
+from jax_qmm.schemes import Scheme
 
 SCALE, ZERO_POINT = "activation_scale", "activation_zero_point"
 _OWN = ("promote_dtype", "dot_general", "dot_general_cls")
@@ -41,14 +41,14 @@ def is_call_of_layer(context: nn.module.InterceptorContext) -> bool:
     }
 
 
-def static_params(scheme: W8A8, static: Static | None = None, stack: Sequence[int] = ()) -> dict[str, jax.Array]:
+def static_params(scheme: Scheme, static: Static | None = None, stack: Sequence[int] = ()) -> dict[str, jax.Array]:
     """The parameters for a static scale and zero point, `static` or else those of the scheme."""
     leaves = products.static_leaves(*static or (scheme.activation_scale, scheme.activation_zero_point), stack)
     return {name: value for name, value in zip((SCALE, ZERO_POINT), leaves) if value is not None}
 
 
 def install(
-    params: Mapping[str, Any], qarray: QArray, scheme: W8A8, static: Static | None = None, stack: Sequence[int] = ()
+    params: Mapping[str, Any], qarray: QArray, scheme: Scheme, static: Static | None = None, stack: Sequence[int] = ()
 ) -> dict[str, Any]:
     """The parameters of one layer with a quantized kernel.
 
@@ -67,6 +67,7 @@ def install(
       TypeError: if the kernel is quantized already.
       ValueError: if `qarray` has another shape than the kernel, or another dtype than the scheme.
 
+    >>> from jax_qmm import W8A8
     >>> params = {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}
     >>> scheme = W8A8(activation_scale=0.5)
     >>> list(install(params, scheme.quantize_weight(params["kernel"], (-2,)), scheme))

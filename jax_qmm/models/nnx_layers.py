@@ -22,7 +22,7 @@ from jax_qmm.models.layer_kinds import KernelUse
 from jax_qmm.models.leaf_specs import abstract_leaves, leaf_shardings, leaf_specs
 from jax_qmm.models.plan import Conversion, Plan, Static
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W8A8
+from jax_qmm.schemes import Scheme
 
 
 class QuantizedParam(nnx.Variable):
@@ -32,6 +32,7 @@ class QuantizedParam(nnx.Variable):
     the float kernel: `nnx.get_partition_spec`, `nnx.get_named_sharding` and `nnx.eval_shape` under a mesh give
     each array in the QArray the sharding that `out_sharding` asks for in the kernel's order of axes.
 
+    >>> from jax_qmm import W8A8
     >>> linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     >>> linear.kernel.set_metadata("out_sharding", (None, "model"))
     >>> install(linear, W8A8().quantize_weight(linear.kernel[...], (-2,)), W8A8())
@@ -100,6 +101,12 @@ def kernel_uses(model: nnx.Module) -> dict[str, KernelUse]:
     return uses
 
 
+def kernels(model: nnx.Module) -> dict[str, Any]:
+    """The values of the kernels of `weight_layers`, by path."""
+    own = ((path, own_parameters(layer)) for path, layer in weight_layers(model).items())
+    return {path: parameters["kernel"] for path, parameters in own if "kernel" in parameters}
+
+
 def kernel_use(layer: Any) -> KernelUse:
     """What a layer does with its kernel, and why it can't be quantized if it can't."""
     op, found = type(layer).__name__, layer_kinds.kind_of(layer, layer_kinds.NNX)
@@ -122,7 +129,7 @@ def kernel_use(layer: Any) -> KernelUse:
         return KernelUse(op, reason=str(error))
 
 
-def install(layer: Any, qarray: QArray, scheme: W8A8, static: Static | None = None) -> None:
+def install(layer: Any, qarray: QArray, scheme: Scheme, static: Static | None = None) -> None:
     """Gives a float layer, in place, a quantized kernel.
 
     Args:
@@ -136,6 +143,7 @@ def install(layer: Any, qarray: QArray, scheme: W8A8, static: Static | None = No
       TypeError: if `layer` is none of these, or quantized already.
       ValueError: if `qarray` has another shape than the kernel, or another dtype than the scheme.
 
+    >>> from jax_qmm import W8A8
     >>> linear = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     >>> scheme = W8A8()
     >>> install(linear, scheme.quantize_weight(linear.kernel[...], (-2,)), scheme)

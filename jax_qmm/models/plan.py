@@ -3,12 +3,13 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 
 from jax_qmm.models.layer_kinds import KernelUse
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W8A8, Rule
+from jax_qmm.schemes import Rule, Scheme
 
 Static = tuple[jax.Array, jax.Array | None]
 
@@ -25,7 +26,7 @@ class Conversion:
     """
 
     use: KernelUse
-    scheme: W8A8
+    scheme: Scheme
     static: Static | None = None
     note: str = ""
 
@@ -62,7 +63,8 @@ class Plan:
         conversions = dict(self.conversions)
         for path in self.to_calibrate():
             if path in ranges:
-                static = conversions[path].scheme.static_range(*ranges[path])
+                scheme: Any = conversions[path].scheme  # one that takes a calibration
+                static = scheme.static_range(*ranges[path])
                 conversions[path] = dataclasses.replace(conversions[path], static=static)
             else:
                 note = "no calibration batch reached it: its scale is computed at each call"
@@ -70,18 +72,21 @@ class Plan:
         return dataclasses.replace(self, conversions=conversions)
 
 
-def make_plan(uses: Mapping[str, KernelUse], rules: Sequence[Rule]) -> Plan:
+def make_plan(uses: Mapping[str, KernelUse], rules: Sequence[Rule], kernels: Mapping[str, Any]) -> Plan:
     """Finds for each layer the first rule whose regular expression matches all of its path.
 
     Args:
       uses: what each layer does with its kernel, by path.
       rules: in order.
+      kernels: those of the layers that can be quantized, by path; they may be abstract.
 
     Raises:
       TypeError: if rules are no `Rule`s.
 
+    >>> from jax_qmm import W8A8
     >>> uses = {name: KernelUse("Linear", (-2,), (3, 4)) for name in ("attn.query", "head")}
-    >>> plan = make_plan(uses, [Rule(r".*\\.query", W8A8()), Rule("mlp", W8A8())])
+    >>> kernels = {name: jax.ShapeDtypeStruct((3, 4), "float32") for name in uses}
+    >>> plan = make_plan(uses, [Rule(r".*\\.query", W8A8()), Rule("mlp", W8A8())], kernels)
     >>> [*plan.conversions], {path: use.reason for path, use in plan.skipped.items()}, len(plan.unused_rules)
     (['attn.query'], {'head': 'no rule matches'}, 1)
     """
@@ -91,12 +96,14 @@ def make_plan(uses: Mapping[str, KernelUse], rules: Sequence[Rule]) -> Plan:
         raise TypeError(f"rules must be a sequence of jax_qmm.Rule, got {given!r}")
     conversions, skipped, used = {}, {}, set()
     for path, use in uses.items():
-        i = next((i for i, rule in enumerate(rules) if re.fullmatch(rule.path, path)), None)
+        i, rule = next((each for each in enumerate(rules) if re.fullmatch(each[1].path, path)), (None, None))
         used.add(i)
-        if i is None:
-            skipped[path] = dataclasses.replace(use, reason="no rule matches")
-        elif use.reason:
-            skipped[path] = use
+        if rule is None:
+            reason = "no rule matches"
         else:
-            conversions[path] = Conversion(use, rules[i].scheme)
+            reason = use.reason or rule.scheme.why_not(kernels[path], use.contracted)
+        if rule is None or reason:
+            skipped[path] = dataclasses.replace(use, reason=reason)
+        else:
+            conversions[path] = Conversion(use, rule.scheme)
     return Plan(conversions, skipped, tuple(rule for i, rule in enumerate(rules) if i not in used))

@@ -5,14 +5,15 @@ from collections.abc import Mapping
 
 import jax
 
+from jax_qmm.dtypes import array_bytes
 from jax_qmm.models.plan import Plan
 from jax_qmm.ops import dispatch
 from jax_qmm.text_table import format_bytes, format_table
 
 
 def nbytes(tree) -> int:
-    """The bytes of all arrays in `tree`."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
+    """The bytes of all arrays in `tree` on a device."""
+    return sum(map(array_bytes, (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))))
 
 
 @dataclasses.dataclass(frozen=True)

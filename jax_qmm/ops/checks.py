@@ -226,12 +226,14 @@ def axes(axis, ndim):
 
 
 def tile_size(tile_size, tiled, shape):
-    """The number of blocks of `tile_size` along the axis `tiled`."""
+    """The number of blocks of `tile_size` along the axis `tiled`, of which the last may be short on the last axis."""
     if tiled is None:
         raise ValueError("tile_size needs a single axis")
-    if not isinstance(tile_size, (int, np.integer)) or tile_size < 1 or shape[tiled] % tile_size != 0:
+    if not isinstance(tile_size, (int, np.integer)) or tile_size < 1:
+        raise ValueError(f"tile_size is {tile_size}, needs to be a positive int")
+    if tiled != len(shape) - 1 and shape[tiled] % tile_size != 0:
         raise ValueError(f"tile_size is {tile_size}, needs a divisor of {shape[tiled]}, the size of axis {tiled}")
-    return shape[tiled] // tile_size
+    return -(-shape[tiled] // tile_size)
 
 
 def static(name, value, shape):

@@ -10,9 +10,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_qmm import _compat
 from jax_qmm.dtypes import SCALE_DTYPES
-from jax_qmm.ops import checks, dequantized_dot, quantized_dot
+from jax_qmm.ops import checks, dequantized_dot, quantized_dot, weight_only_dot
 from jax_qmm.ops.fake_quantize import straight_through
 from jax_qmm.ops.product import Product
+from jax_qmm.ops.weight_only_dot import is_weight_only
 from jax_qmm.qarray import QArray
 from jax_qmm.schemes import W8A8, check_scheme
 
@@ -27,7 +28,8 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
         is then repeated.
       names: how messages call lhs and rhs.
       precision, preferred_element_type, out_sharding: as in `jax.lax.dot_general`.
-      scheme: how to quantize a float operand, or None for the W8A8 of the other's type; None for two QArrays.
+      scheme: how to quantize a float operand. None for the W8A8 of the other's type, or for no quantization where the
+        other is weight-only; None for two QArrays.
       bias: float array that broadcasts against the output, or None.
     """
     sides = [x if isinstance(x, QArray) else _check_float(name, x) for name, x in zip(names, (lhs, rhs))]
@@ -43,8 +45,7 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
     if bias is not None:
         bias = _check_bias(bias, tuple(sizes[label] for label in product.out), product.out_dtype)
     sides = [_repeated(x, own, product.contracted, sizes) for x, own in zip(sides, (product.lhs, product.rhs))]
-    if why := _why_dequantized(product, *sides):
-        product = dataclasses.replace(product, dequantize=why)
+    product = dataclasses.replace(product, dequantize=_way(product, *sides).unserved(product, *sides))
     return _product(product, *sides, bias, static)
 
 
@@ -68,17 +69,19 @@ def _check_out_dtype(dtype, sides):
 
 
 def _check_scheme(scheme, sides):
-    """The scheme without its static scale and zero point, and these two; None and two None for two QArrays."""
+    """The scheme without its static scale and zero point, and these two; all None where nothing is to be quantized."""
     if all(isinstance(x, QArray) for x in sides):
         if scheme is not None:
             raise ValueError(f"scheme is {scheme!r}, needs to be None: both operands are QArrays already")
         return None, (None, None)
-    qtype = next(x.qtype for x in sides if isinstance(x, QArray))
+    (q,) = (x for x in sides if isinstance(x, QArray))
     if scheme is None:
-        return W8A8(qtype), (None, None)
+        return None if is_weight_only(q) else W8A8(q.qtype), (None, None)
     check_scheme(scheme)
-    if scheme.dtype != qtype:
-        raise ValueError(f"scheme has dtype {scheme.dtype}, needs that of the QArray, {qtype}")
+    if scheme.dtype != q.qtype:
+        raise ValueError(f"scheme has dtype {scheme.dtype}, needs that of the QArray, {q.qtype}")
+    if not isinstance(scheme, W8A8):
+        return None, (None, None)
     scale, zero_point = scheme.activation_scale, scheme.activation_zero_point
     if scale is None:
         return scheme, (None, None)
@@ -104,7 +107,8 @@ def _repeated(x, own, contracted, sizes):
     if not isinstance(x, QArray):
         return jnp.broadcast_to(x, shape)
     stored = [shape[axis] for axis in map(x.storage_axes().index, range(x.ndim))]
-    return QArray(jnp.broadcast_to(x.qvalue, stored), x.scale, x.zero_point).transpose(x.storage_axes())
+    x = x.unpack()
+    return x._replace(qvalue=jnp.broadcast_to(x.qvalue, stored), azp_adj=None)
 
 
 # The product, and its derivative
@@ -120,8 +124,7 @@ def _product(product, lhs, rhs, bias, static):
 def _differentiable_product(product, lhs, rhs, bias, static):
     if product.dequantize is not None:
         return dequantized_dot.DOTS[product.dequantize](product, lhs, rhs, bias)
-    dot = next(dot for unserved, dot in _OPS if unserved(product, lhs, rhs) is None)
-    return dot(product, lhs, rhs, bias, static)
+    return _way(product, lhs, rhs).dot(product, lhs, rhs, bias, static)
 
 
 def _jvp(product, primals, tangents):
@@ -163,15 +166,10 @@ def _tangent_dot(product, i, moving, other):
     return dot(moving, other)
 
 
-# Which op serves: the first of these that does
-
-_OPS = ((quantized_dot.unserved, quantized_dot.dot),)
+# Which op is to serve
 
 
-def _why_dequantized(product, lhs, rhs):
-    """Why the last op asked does not serve these operands, a key of `dequantized_dot.REASONS`; None if one does."""
-    why = None
-    for unserved, _ in _OPS:
-        if (why := unserved(product, lhs, rhs)) is None:
-            break
-    return why
+def _way(product, lhs, rhs):
+    """The module of the op for these operands; its `unserved` says whether they have to be dequantized instead."""
+    both = isinstance(lhs, QArray) and isinstance(rhs, QArray)
+    return weight_only_dot if product.scheme is None and not both else quantized_dot

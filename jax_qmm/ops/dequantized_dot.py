@@ -16,9 +16,11 @@ from jax_qmm.qarray import QArray
 
 REASONS = {
     "no_contraction": "no axis is contracted",
-    "two_dtypes": "one operand is int8 and the other float8",
+    "two_dtypes": "the operands are quantized to two dtypes",
     "blocks": "an operand has several scales within one axis",
     "scales_along_contraction": "scales vary along a contracted axis",
+    "weight_only": "int4, packed values and float zero points need a float operand that is not to be quantized",
+    "packed": "an operand is packed along an axis that is not contracted, or as several with padding between",
 }
 _PREFIX = "jax_qmm_dequantized_dot_"
 

@@ -33,6 +33,8 @@ class Op:
       choice: called likewise, gives the kernel in words.
       partitioned: called with `run` for the platforms at hand and the shapes of whole operands, gives a function
         of operands that may be sharded.
+      workspace: called with the program's devices and the operands, gives what the kernel gets as `workspace`: the
+        bytes that it needs beside its result. None where it needs none.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Op:
     describe: Callable
     choice: Callable
     partitioned: Callable
+    workspace: Callable | None = None
 
 
 OPS: dict[Primitive, Op] = {}
@@ -74,7 +77,11 @@ def run(platforms, devices, op, *operands, **params):
     reasons = [why for platform in platforms if (why := op.unserved(platform, devices, operands, **params))]
     for why in reasons:
         note_fallback(op.name, why)
-    return (op.reference if reasons else op.kernel)(*operands, **params)
+    if reasons:
+        return op.reference(*operands, **params)
+    if op.workspace is not None:
+        params["workspace"] = op.workspace(devices, operands, **params)
+    return op.kernel(*operands, **params)
 
 
 _noted = set()

@@ -1,10 +1,16 @@
 """dot_general, einsum and matmul that take a QArray for either operand.
 
-With a QArray on one side, the float operand on the other is quantized as the scheme says, by default
-symmetrically and per token: one scale for all that is contracted. Then the kernel of `scaled_mm` runs. The
-result has the dtype that the product with the dequantized weight would have, unless `preferred_element_type`
-names another. Weights are best stored with the contracted axes last (`quantize(kernel.T).T` for a Flax
-kernel); stored otherwise they are transposed at each call.
+What the QArray is decides how a float operand on the other side is multiplied:
+
+| QArray | float operand | kernel |
+| --- | --- | --- |
+| int8 or float8, scales for whole axes | quantized as the scheme says | `scaled_mm` |
+| int4, packed, with float zero points, or int8 with blocks in its rows in memory | as it is | `block_scaled_mm` |
+
+By default the scheme quantizes symmetrically and per token: one scale for all that is contracted. The result has the
+dtype that the product with the dequantized weight would have, unless `preferred_element_type` names another. Weights
+are best stored with the contracted axes last (`quantize(kernel.T).T` for a Flax kernel); stored otherwise they are
+transposed at each call.
 
 The derivative by a float operand is that of the product with the dequantized QArray: it passes straight
 through the quantizer, as in `fake_quantize`. A static activation scale has the derivative that it has there.
@@ -13,9 +19,9 @@ QArrays are constants.
 Results are named "quantized_product" for `jax.checkpoint`: its policy `dots_saveable` sees the products of jax.lax
 alone, and `save_from_both_policies(dots_saveable, save_only_these_names("quantized_product"))` these too.
 
-Products that the kernels cannot compute (scales that vary along a contracted axis, blocks of `tile_size`, no
-contracted axis) are computed in floating point from dequantized operands; see
-`jax_qmm.ops.dequantized_dot` for how `explain` sees this.
+Products that the kernels cannot compute (scales that vary along a contracted axis, float8 with blocks, blocks or the
+packed order along an axis that is not contracted, no contracted axis) are computed in floating point from dequantized
+operands; see `jax_qmm.ops.dequantized_dot` for how `explain` sees this.
 """
 
 from typing import Any
@@ -28,7 +34,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_qmm.ops import checks
 from jax_qmm.ops.contraction import contract
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W8A8
+from jax_qmm.schemes import Scheme
 
 
 def dot_general(
@@ -39,7 +45,7 @@ def dot_general(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     *,
-    scheme: W8A8 | None = None,
+    scheme: Scheme | None = None,
     bias: ArrayLike | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` for QArrays; without one it is that function.
@@ -56,7 +62,8 @@ def dot_general(
       preferred_element_type: float32, bfloat16 or float16; by default the result type of the float operand
         and the scale of the QArray.
       out_sharding: sharding of the result, for Explicit meshes.
-      scheme: a `W8A8` for the float operand, if there is one. By default `W8A8(dtype of the QArray)`.
+      scheme: a `W8A8` for the float operand, if there is one, or a `W4A16` or `W8A16`, which leave it as it is. By
+        default as the table above says, with `W8A8(dtype of the QArray)`.
       bias: float array that broadcasts against the result, added before the one rounding to the output dtype,
         or None.
 
@@ -93,7 +100,7 @@ def einsum(
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    scheme: W8A8 | None = None,
+    scheme: Scheme | None = None,
     bias: ArrayLike | None = None,
 ) -> jax.Array:
     """`jax.numpy.einsum` of two operands for QArrays; without one it is that function.
@@ -134,7 +141,7 @@ def matmul(
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-    scheme: W8A8 | None = None,
+    scheme: Scheme | None = None,
     bias: ArrayLike | None = None,
 ) -> jax.Array:
     """`jax.numpy.matmul` for QArrays; without one it is that function.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_qmm.dtypes import INT8
+from jax_qmm.dtypes import WEIGHT_QTYPES
 from jax_qmm.ops import checks
 from jax_qmm.ops.quantize import quantize
 
@@ -64,16 +64,8 @@ def fake_quantize(
     static = None
     if scale is not None:
         scale = jnp.broadcast_to(jnp.asarray(scale).astype(jnp.float32), q.scale.shape)
-        static = tuple(None if v is None else _along(v, x.shape) for v in (scale, q.zero_point))
+        static = tuple(None if v is None else q.along_values(v) for v in (scale, q.zero_point))
     return _with_value(q.qtype, q.dequantize(x.dtype), x, static)
-
-
-def _along(parameter, shape):
-    """A scale or zero point with all of each axis of which it has blocks."""
-    for axis, (count, size) in enumerate(zip(parameter.shape, shape)):
-        if count not in (1, size):
-            parameter = jnp.repeat(parameter, size // count, axis)
-    return parameter
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -100,13 +92,13 @@ def straight_through(x, scale, zero_point, qtype, x_tangent, scale_tangent):
       x: float array.
       scale: float32, broadcastable to x.
       zero_point: int32, broadcastable to x, or None.
-      qtype: int8 or float8_e4m3fn.
+      qtype: int8, int4 or float8_e4m3fn.
       x_tangent, scale_tangent: None where they are zero, but not both.
     """
     scaled = x.astype(jnp.float32) / scale
-    if qtype == INT8:
+    if qtype in WEIGHT_QTYPES:
         shift = 0.0 if zero_point is None else zero_point.astype(jnp.float32)
-        low, high = -128.0 - shift, 127.0 - shift
+        low, high = jnp.iinfo(qtype).min - shift, jnp.iinfo(qtype).max - shift
         rounded = jnp.rint(scaled)
         inside = (rounded >= low) & (rounded <= high)
     else:

@@ -1,8 +1,8 @@
 """Products (*B, *R, K) x (*B, N, K) -> (*B, *R, N) with further operands: what every op of this form shares.
 
 B are the first `num_batch` dimensions; any operand may have 1 for any of them. What follows them in an operand its
-label says: "rk" and "nk" for the matrices, "r" for all of R (or 1 for each), "n" for N or 1. R stays unfolded until
-the operands are one device's part, because each of its dimensions can be sharded.
+label says: "rk" and "nk" for the matrices, "r" for all of R (or 1 for each), "n" for N or 1, "g" for blocks of K. R
+stays unfolded until the operands are one device's part, because each of its dimensions can be sharded.
 """
 
 import math
@@ -27,21 +27,17 @@ def sizes(operands, num_batch):
     return batch_shape(operands, num_batch), a.shape[num_batch:-1], b.shape[-2], a.shape[-1]
 
 
-def fold(operands, num_batch):
-    """The operands with B in one dimension (1 or all of it) and R in one."""
-    batch, _, n, k = sizes(operands, num_batch)
+def fold(operands, labels, num_batch):
+    """The operands with B in one dimension (1 or all of it) and R in one; no label is one dimension of 1."""
+    batch = batch_shape(operands, num_batch)
 
-    def folded(x, *tail):
+    def folded(x, label):
         if not all(size == 1 for size in x.shape[:num_batch]):
             x = jnp.broadcast_to(x, (*batch, *x.shape[num_batch:]))
-        return x.reshape(math.prod(x.shape[:num_batch]), *tail)
+        first = x.ndim - max(len(label) - 1, 0)
+        return x.reshape(math.prod(x.shape[:num_batch]), math.prod(x.shape[num_batch:first]), *x.shape[first:])
 
-    a, b, *vectors = operands
-    return [
-        folded(a, math.prod(a.shape[num_batch:-1]), k),
-        folded(b, n, k),
-        *(folded(x, math.prod(x.shape[num_batch:])) for x in vectors),
-    ]
+    return [folded(x, label) for x, label in zip(operands, labels)]
 
 
 def abstract_result(op, operands, num_batch, out_dtype, out_sharding):
@@ -50,9 +46,9 @@ def abstract_result(op, operands, num_batch, out_dtype, out_sharding):
     batch, rows, n, _ = sizes(operands, num_batch)
     shape = (*batch, *rows, n)
     if not _compat.explicit_mesh(a):
-        return a.update(shape=shape, dtype=out_dtype)
+        return a.update(shape=shape, dtype=out_dtype, weak_type=False)
     spec = out_sharding.spec if out_sharding else _explicit_spec(op, a.sharding.spec, b.sharding.spec, num_batch)
-    return a.update(shape=shape, dtype=out_dtype, sharding=a.sharding.update(spec=spec))
+    return a.update(shape=shape, dtype=out_dtype, weak_type=False, sharding=a.sharding.update(spec=spec))
 
 
 def _explicit_spec(op, a, b, num_batch):
@@ -105,6 +101,6 @@ def batch_operands(operands, dims, labels, num_batch, out_sharding):
 def factors(shapes, labels, num_batch):
     """The factors of the operands and of the result, as `sharding.partitioned` takes them."""
     batch = [f"b{i}" for i in range(num_batch)]
-    of = {"r": [f"r{i}" for i in range(len(shapes[0]) - num_batch - 1)], "n": ["n"], "k": ["k"]}
+    of = {"r": [f"r{i}" for i in range(len(shapes[0]) - num_batch - 1)], "n": ["n"], "k": ["k"], "g": ["k"]}
     spell = lambda label: [*batch, *(factor for letter in label for factor in of[letter])]
     return [spell(label) for label in labels], spell("rn")

@@ -19,7 +19,7 @@ class Product:
     Attributes:
       lhs, rhs, out: the labels of the operands and the result.
       out_dtype, precision, out_sharding: as in `jax.lax.dot_general`.
-      scheme: how to quantize a float operand, without its static scale; None if there is none.
+      scheme: how to quantize a float operand, without its static scale; None if there is none or it stays float.
       dequantize: why dequantized operands are multiplied, a key of `dequantized_dot.REASONS`; None if they are not.
     """
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_qmm import _compat, _extension
-from jax_qmm.dtypes import SCALE_DTYPES, check_qtype
+from jax_qmm.dtypes import INT4, QTYPES, SCALE_DTYPES, WEIGHT_QTYPES, check_qtype
 from jax_qmm.ops import checks, dispatch
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.qarray import QArray
@@ -31,35 +31,45 @@ def quantize(
     scale: ArrayLike | None = None,
     zero_point: ArrayLike | None = None,
     sums: bool = False,
+    scale_dtype: DTypeLike = jnp.float32,
+    clip_search: bool = False,
 ) -> QArray:
-    """Quantizes `x` to 8 bits: round half to even, saturate.
+    """Quantizes `x` to 8 or 4 bits: round half to even, saturate.
 
     It has no derivative, and differentiating through it is an error: `fake_quantize` is for training.
 
     int8 symmetric: `scale = absmax / 127`. int8 asymmetric: `scale = (max - min) / 255` over a range that
-    includes 0, which the zero point then represents exactly. float8_e4m3fn: `scale = absmax / 448`. The
-    arithmetic is float32. A row of zeros gives zeros. NaN and inf stay visible: a dynamic scale becomes NaN
-    or inf, and so does the dequantized row. With a static scale inf saturates and NaN gives NaN in float8 but
-    0 in int8, which has none.
+    includes 0, which the zero point then represents exactly. int4 likewise: `absmax / 7`, or `(max - min) / 15`.
+    float8_e4m3fn: `scale = absmax / 448`. The arithmetic is float32. A row of zeros gives zeros. NaN and inf stay
+    visible: a dynamic scale becomes NaN or inf, and so does the dequantized row. With a static scale inf saturates and
+    NaN gives NaN in float8 but 0 in the integers, which have none.
 
-    The GPU kernels serve scales shared over trailing axes (any `tile_size` on the last axis too); other axes
+    The GPU kernels serve scales shared over trailing axes (any `tile_size` on the last axis too); other axes and int4
     run as plain JAX. A weight is best stored with the axes last that products contract, a Flax kernel (K, N)
-    as `quantize(kernel.T).T`; otherwise each product transposes it.
+    as `quantize(kernel.T).T`; otherwise each product transposes it. A weight for float activations is packed besides:
+    `quantize(kernel.T, jnp.int4, tile_size=128).pack().T`.
 
     Args:
       x: float32, bfloat16 or float16 array, rank 1 or more.
-      qtype: `jnp.int8` or `jnp.float8_e4m3fn`.
+      qtype: `jnp.int8`, `jnp.int4` or `jnp.float8_e4m3fn`.
       axis: the axis or axes that share a scale: -1 for one scale per row, None (all) for one per tensor.
-      tile_size: with a single `axis`, splits it into blocks of this many elements with a scale each.
-      symmetric: False adds an int8 zero point.
+      tile_size: with a single `axis`, splits it into blocks of this many elements with a scale each. On the last axis
+        the last block may be shorter, on others it needs to divide the axis.
+      symmetric: False adds a zero point in the range of int8 or int4.
       scale: static scale, a float array of shape () or broadcastable to the shape of the scale that is
         returned.
-      zero_point: static zero point, int, shapes as for `scale`; for int8 and with `scale` only.
+      zero_point: static zero point, int, shapes as for `scale`; for int8 and int4 and with `scale` only.
       sums: True adds the sums of the int8 values over the axes that share a scale, the `azp_adj` of the QArray, from
-        the same pass over x. A product with an asymmetric operand needs those of the other one. Not with `tile_size`.
+        the same pass over x. A product with an asymmetric operand needs those of the other one over what it contracts:
+        with one scale per tensor `with_azp_adj` makes them, from a second read of the int8 values. Not with
+        `tile_size`.
+      scale_dtype: the dtype of the scale that is returned, float32, bfloat16 or float16; x is quantized with the scale
+        as rounded to it.
+      clip_search: True looks for the scale with the least squared error among 16, from the one that spans the range
+        down to 17/32 of it, which saturates the largest values: for weights of few bits. Not with `scale`.
 
     Returns:
-      A `QArray` of x's shape and order. Its scale is float32 with x's rank: 1 on the shared axes, the number
+      A `QArray` of x's shape and order. Its scale is of `scale_dtype` with x's rank: 1 on the shared axes, the number
       of blocks on a tiled one. Its zero point is int32 of the same shape, or None when symmetric, and so are its sums,
       or None when they are not asked for.
 
@@ -71,17 +81,20 @@ def quantize(
     ([[0, -127], [0, 0]], [1.0])
     >>> quantize(jnp.ones((4, 256)), jnp.float8_e4m3fn, tile_size=128)
     QArray(float8_e4m3fn[4,256], scale=float32[4,2])
+    >>> quantize(jnp.ones((4, 300)), jnp.int4, tile_size=128, symmetric=False)
+    QArray(int4[4,300], scale=float32[4,3], zero_point=int32[4,3], tile_size=128)
     >>> quantize(jnp.array([[0.5, -127.0], [0.0, 0.0]]), sums=True).azp_adj.tolist()
     [[-127], [0]]
     """
     x = _check_x(x)
-    qtype = check_qtype("qtype", qtype)
+    qtype = check_qtype("qtype", qtype, (*QTYPES, INT4))
     axes = checks.axes(axis, x.ndim)
-    for name, flag in (("symmetric", symmetric), ("sums", sums)):
+    for name, flag in (("symmetric", symmetric), ("sums", sums), ("clip_search", clip_search)):
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"{name} is {flag!r}, needs True or False")
-    if qtype != jnp.int8 and not (symmetric and zero_point is None):
-        raise ValueError(f"{'zero_point' if symmetric else 'symmetric=False'} was given with qtype {qtype}, needs int8")
+    if qtype not in WEIGHT_QTYPES and not (symmetric and zero_point is None):
+        what = "zero_point" if symmetric else "symmetric=False"
+        raise ValueError(f"{what} was given with qtype {qtype}, needs int8 or int4")
     if sums and (qtype != jnp.int8 or tile_size is not None):
         other = f"qtype {qtype}, needs int8" if qtype != jnp.int8 else f"tile_size {tile_size}, needs None"
         raise ValueError(f"sums=True was given with {other}")
@@ -89,31 +102,46 @@ def quantize(
         raise ValueError("zero_point was given without scale")
     if scale is not None and zero_point is None and not symmetric:
         raise ValueError("symmetric=False and scale were given without zero_point")
+    if scale is not None and clip_search:
+        raise ValueError("clip_search=True was given with scale, needs scale None")
+    scale_dtype = check_qtype("scale_dtype", scale_dtype, SCALE_DTYPES)
 
     shape = scale_shape = tuple(1 if a in axes else size for a, size in enumerate(x.shape))
+    whole = x.shape
+    tiled: Any = axes[0] if tile_size is not None and len(axes) == 1 else None
     if tile_size is not None:
-        tiled: Any = axes[0] if len(axes) == 1 else None
         count = checks.tile_size(tile_size, tiled, x.shape)
+        if x.shape[tiled] % tile_size != 0:  # zeros change no range: an asymmetric one holds 0
+            x = jnp.pad(x, [(0, 0)] * tiled + [(0, -x.shape[tiled] % tile_size)])
         scale_shape = (*shape[:tiled], count, *shape[tiled + 1 :])
         shape = (*shape[:tiled], count, *shape[tiled:])
-        whole, x = x.shape, x.reshape(*x.shape[:tiled], count, tile_size, *x.shape[tiled + 1 :])
+        x = x.reshape(*x.shape[:tiled], count, tile_size, *x.shape[tiled + 1 :])
         axes = (tiled + 1,)
     leaves: Any
+    step: Any = None  # by which x is quantized, where that is known or chosen here
     if scale is None:
         params = {"qtype": qtype, "axes": axes, "symmetric": bool(symmetric), "sums": bool(sums)}
         leaves = quantize_dynamic_p.bind(x, **params)
         leaves = leaves if not symmetric else [*leaves[:2], None, *leaves[2:]]
+        if clip_search or scale_dtype != jnp.float32:
+            _, step, zero_point, *_ = leaves
+            step = jnp.maximum(step, float(jnp.finfo(scale_dtype).smallest_subnormal))  # rows of zeros divide by it
+        if clip_search:
+            step = reference.least_error_scale(x, step, zero_point, qtype, axes, scale_dtype)
     else:
-        scale = checks.static("scale", scale, scale_shape).reshape(shape)
+        step = checks.static("scale", scale, scale_shape).reshape(shape)
         if zero_point is not None:
             zero_point = checks.static("zero_point", zero_point, scale_shape).reshape(shape)
-        operands = (x, scale) if zero_point is None else (x, scale, zero_point)
+    if step is not None:
+        stored = step.astype(scale_dtype)  # x is quantized with the scale as it is stored
+        operands = (x, stored.astype(jnp.float32), *([] if zero_point is None else [zero_point]))
         qvalue, *rest = quantize_static_p.bind(*_compat.align_varying(operands), qtype=qtype, sums=bool(sums))
-        leaves = [qvalue, scale, zero_point, *rest]
+        leaves = [qvalue, stored, zero_point, *rest]
     if tile_size is not None:
         squeeze = lambda leaf: None if leaf is None else jnp.squeeze(leaf, tiled + 1)
-        leaves = [leaves[0].reshape(whole), *map(squeeze, leaves[1:])]
-    return QArray(*leaves)
+        values = leaves[0].reshape(*whole[:tiled], count * tile_size, *whole[tiled + 1 :])
+        leaves = [jax.lax.slice_in_dim(values, 0, whole[tiled], axis=tiled), *map(squeeze, leaves[1:])]
+    return QArray(*leaves, tile_size=None if tiled is None or whole[tiled] % tile_size == 0 else tile_size)
 
 
 def _check_x(x):
@@ -196,20 +224,22 @@ def _rows_and_columns(shape, scale_shape, dynamic):
     return math.prod(shape[:split]), math.prod(shape[split:])
 
 
-def _unserved(platform, devices, shape, scale_shape, dynamic):
+def _unserved(platform, devices, shape, scale_shape, qtype, dynamic):
+    if qtype == INT4:
+        return "int4 values have no kernel"
     if 0 not in shape and _rows_and_columns(shape, scale_shape, dynamic) is None:
         return "its scales are not one per row"
     return _extension.fallback_reason(platform, devices)
 
 
-def _dynamic_unserved(platform, devices, operands, *, axes, **params):
+def _dynamic_unserved(platform, devices, operands, *, qtype, axes, **params):
     (x,) = operands
-    return _unserved(platform, devices, x.shape, _scale_shape(x.shape, axes), dynamic=True)
+    return _unserved(platform, devices, x.shape, _scale_shape(x.shape, axes), qtype, dynamic=True)
 
 
-def _static_unserved(platform, devices, operands, **params):
+def _static_unserved(platform, devices, operands, *, qtype, **params):
     x, scale, *_ = operands
-    return _unserved(platform, devices, x.shape, scale.shape, dynamic=False)
+    return _unserved(platform, devices, x.shape, scale.shape, qtype, dynamic=False)
 
 
 def _dynamic_kernel(x, *, qtype, axes, symmetric, sums):

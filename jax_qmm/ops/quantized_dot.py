@@ -4,12 +4,13 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jax_qmm import _compat
-from jax_qmm.ops.product import plus, transposed
+from jax_qmm.ops.product import transposed
+from jax_qmm.ops.product_form import form_of, result, split_bias
 from jax_qmm.ops.scaled_mm import scaled_mm_p
+from jax_qmm.ops.weight_only_dot import is_weight_only
 from jax_qmm.qarray import QArray
 from jax_qmm.reference.activation import NONE
 
@@ -20,28 +21,14 @@ def unserved(product, lhs, rhs):
         return "no_contraction"
     quantized = [(x, labels) for x, labels in ((lhs, product.lhs), (rhs, product.rhs)) if isinstance(x, QArray)]
     for x, labels in quantized:
-        if not all(count in (1, size) for count, size in zip(x.scale.shape, x.qvalue.shape)):
+        if not all(count in (1, size) for count, size in zip(x.scale.shape, x.stored_shape)):
             return "blocks"
         stored = dict(zip(labels, x.storage_axes()))
         if any(x.scale.shape[stored[label]] != 1 for label in product.contracted):
             return "scales_along_contraction"
     if len({x.qtype for x, _ in quantized}) > 1:
         return "two_dtypes"
-    return None
-
-
-class _Form(NamedTuple):
-    """The labels of a product in the kernel's order; a is rhs if `flipped`, K all of `contracted`, N of `columns`."""
-
-    flipped: bool
-    batch: tuple
-    rows: tuple
-    columns: tuple
-    contracted: tuple
-    sizes: dict
-
-    def shape(self, labels):
-        return tuple(self.sizes[label] for label in labels)
+    return "weight_only" if any(is_weight_only(x) for x, _ in quantized) else None
 
 
 class _Operand(NamedTuple):
@@ -61,7 +48,7 @@ def dot(product, lhs, rhs, bias, static):
     a = _operand(form, _quantized(product, form, x, x_own, static, other=y), form.rows)
     b = _operand(form, _quantized(product, form, y, y_own, static, other=x), form.columns, folded=True)
     vectors = {"scale_a": a.scale, "scale_b": b.scale, **_zero_points(a, b)}
-    column_bias, late_bias = (None, None) if bias is None else _split_bias(product, form, bias)
+    column_bias, late_bias = split_bias(product, form, bias)
     if column_bias is not None:
         vectors["bias"] = column_bias
     out = scaled_mm_p.bind(
@@ -71,28 +58,16 @@ def dot(product, lhs, rhs, bias, static):
         activation=NONE,
         out_dtype=product.out_dtype if late_bias is None else jnp.dtype(jnp.float32),
         fast_accum=not _compat.asks_highest_precision(product.precision) and a.values.dtype != jnp.int8,
-        # Several columns make one axis, sharded as the first of them; the rest of the sharding comes after.
-        out_sharding=product.sharding([*form.batch, *form.rows, *(form.columns[:1] or [None])]),
+        out_sharding=form.out_sharding(product),
     )
-    out = out.reshape(*out.shape[:-1], *form.shape(form.columns)) if len(form.columns) != 1 else out
-    if late_bias is not None:
-        out = plus(out, late_bias, product.out_dtype)
-    out = transposed(out, [(*form.batch, *form.rows, *form.columns).index(label) for label in product.out])
-    late = dict(zip(product.out, product.out_sharding.spec)) if product.out_sharding is not None else {}
-    if any(late.get(label) is not None for label in form.columns[1:]):
-        out = jax.sharding.reshard(out, product.out_sharding)
-    return out
+    return result(product, form, out, late_bias)
 
 
 def _form(product, lhs, rhs):
     flipped, batch = _arrange(product, isinstance(lhs, QArray))
     sides = (lhs, product.lhs), (rhs, product.rhs)
     a, b = sides[::-1] if flipped else sides
-    x, own = b if isinstance(b[0], QArray) else a
-    stored = dict(zip(own, x.storage_axes()))
-    contracted = sorted(product.contracted, key=stored.__getitem__)  # as they lie in memory: no weight is transposed
-    rows, columns = (tuple(label for label in product.out if label in own and label not in batch) for _, own in (a, b))
-    return _Form(flipped, batch, rows, columns, tuple(contracted), product.sizes(lhs, rhs))
+    return form_of(product, lhs, rhs, flipped, batch, b if isinstance(b[0], QArray) else a)
 
 
 def _arrange(product, lhs_is_stored):
@@ -161,15 +136,3 @@ def _zero_points(a, b):
     if b.zero_point is not None:
         vectors |= {"sums_a": sums(a) - a.values.shape[-1] * a.zero_point, "azp_b": b.zero_point}
     return vectors
-
-
-def _split_bias(product, form, bias):
-    """The bias as a vector for the kernel and None, or None and what is to be added later: it varies along rows."""
-    bias = transposed(bias, [product.out.index(label) for label in (*form.batch, *form.rows, *form.columns)])
-    num_batch, rows = len(form.batch), range(len(form.batch), len(form.batch) + len(form.rows))
-    if any(bias.shape[axis] != 1 for axis in rows):
-        return None, bias
-    bias = jnp.squeeze(bias, tuple(rows))
-    if any(size != 1 for size in bias.shape[num_batch:]):
-        bias = jnp.broadcast_to(bias, (*bias.shape[:num_batch], *form.shape(form.columns)))
-    return bias.reshape(*bias.shape[:num_batch], math.prod(bias.shape[num_batch:])), None

@@ -143,11 +143,13 @@ def _abstract_eval(*operands, num_batch, out_dtype, out_sharding, **params):
 # Lowerings: to the kernel, and to the reference; each for the operands that one device holds
 
 
-def _kernel(*operands, names, num_batch, out_dtype, fast_accum, activation):
+def _kernel(*operands, names, num_batch, out_dtype, fast_accum, activation, workspace):
     batch, rows, n, _ = matmul_form.sizes(operands, num_batch)
-    result = jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)
-    out = jax.ffi.ffi_call("jax_qmm_scaled_mm", result)(
-        *matmul_form.fold(operands, num_batch),
+    results = [jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)]
+    if workspace:
+        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+    out, *_ = jax.ffi.ffi_call("jax_qmm_scaled_mm", results)(
+        *matmul_form.fold(operands, _labels(names), num_batch),
         names=" ".join(names),
         fast_accum=fast_accum,
         activation=activation.name,
@@ -170,13 +172,24 @@ def _describe(operands, results, *, names, activation, **params):
     return f"scaled_mm ({', '.join(terms) or 'sums'})", operands[:2]
 
 
-def _choice(operands, results, *, names, num_batch, fast_accum, activation, **params):
+def _workspace(devices, operands, **params):
+    product = _product(operands, **params)
+    return _extension.scaled_mm_workspace(devices, *product) if product and devices else 0
+
+
+def _choice(operands, results, **params):
+    product = _product(operands, **params)
+    return _extension.describe_scaled_mm(*product) if product else "kernel, chosen at run time: the shapes are symbolic"
+
+
+def _product(operands, *, names, num_batch, out_dtype, fast_accum, activation):
+    """What a kernel is chosen by; None where shapes are symbolic."""
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
-    m, count = math.prod(rows), math.prod(batch)
-    if not all(isinstance(size, int) for size in (m, n, k, count)):
-        return "kernel, chosen at run time: the shapes are symbolic"
-    dtypes, full_epilogue = (operands[0].dtype, results[0].dtype), activation != activations.NONE or "azp_b" in names
-    return _extension.describe_scaled_mm(m, n, k, count, *dtypes, fast_accum, full_epilogue)
+    sizes = math.prod(rows), n, k, math.prod(batch)
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    full_epilogue = activation != activations.NONE or "azp_b" in names
+    return *sizes, operands[0].dtype, out_dtype, fast_accum, full_epilogue
 
 
 # Batching
@@ -206,7 +219,7 @@ def _jvp(primals, tangents, *, names, num_batch, activation, out_dtype, fast_acc
             "gradient is wanted, pass jax.lax.stop_gradient of them"
         )
     moving = {name: spread(t, name) for name, t in moving.items()}
-    terms, slope = [moving["bias"]] if "bias" in moving else [], None
+    terms, y = [moving["bias"]] if "bias" in moving else [], None
     if activation != activations.NONE or "scale_a" in moving or "scale_b" in moving:
         vectors = dict(zip(names, primals[2:]))
         acc = scaled_mm_p.bind(
@@ -218,9 +231,8 @@ def _jvp(primals, tangents, *, names, num_batch, activation, out_dtype, fast_acc
         terms += [moving["scale_b"] * (acc * scale_a)] if "scale_b" in moving else []
         if activation != activations.NONE:
             y = scale_a * (scale_b * acc) + (spread(vectors["bias"], "bias") if "bias" in vectors else 0.0)
-            slope = activations.derivative(y, activation)
     tangent = jnp.broadcast_to(sum(terms[1:], start=terms[0]), out.shape)
-    return out, (tangent if slope is None else tangent * slope).astype(out_dtype)
+    return out, activations.tangent(y, tangent, activation).astype(out_dtype)
 
 
 def _sum_dtype(a):
@@ -257,6 +269,7 @@ OP = dispatch.Op(
     describe=_describe,
     choice=_choice,
     partitioned=_partitioned,
+    workspace=_workspace,
 )
 dispatch.register(scaled_mm_p, OP)
 scaled_mm_p.def_abstract_eval(_abstract_eval)

@@ -32,7 +32,7 @@ def find_mesh(ctx):
     )
 
 
-def partitioned(local, operands, results, shapes, *, over=(), across=None):
+def partitioned(local, operands, results, shapes, *, over=(), across=None, units=None):
     """`local` on operands that are sharded over several devices; dimensions of one factor are sharded alike.
 
     Two factors cannot have one mesh axis. Then the operands that have a factor of `over` decide before the
@@ -46,10 +46,11 @@ def partitioned(local, operands, results, shapes, *, over=(), across=None):
       shapes: of the operands. A dimension of 1 is not sharded with its factor.
       over: the factors that are reduced.
       across: called with the mesh axes of `over` where there are some, gives the function in place of `local`.
+      units: of factors whose dimensions differ in size, into how many equal parts each of them may be divided.
     """
-    ones = (f"one{i}" for i in itertools.count())
+    ones, units = (f"one{i}" for i in itertools.count()), units or {}
     operands = [
-        [next(ones) if size == 1 else factor for size, factor in zip(shape, factors)]
+        [next(ones) if 1 in (size, units.get(factor)) else factor for size, factor in zip(shape, factors)]
         for shape, factors in zip(shapes, operands)
     ]
     known = set(itertools.chain(*operands))
@@ -57,7 +58,8 @@ def partitioned(local, operands, results, shapes, *, over=(), across=None):
 
     def partition(mesh, args, outs):
         bare = not isinstance(outs, (list, tuple))  # as `local` returns it
-        specs, result_specs = ([_even_spec(mesh, x) for x in arrays] for arrays in (args, [outs] if bare else outs))
+        specs = [_even_spec(mesh, x, factors, units) for x, factors in zip(args, operands)]
+        result_specs = [_even_spec(mesh, x, factors, units) for x, factors in zip([outs] if bare else outs, results)]
         axes = _assign(operands, specs, results, result_specs, over)
         sharding = lambda factors: _named_sharding(mesh, [axes.get(factor) for factor in factors])
         reduced = tuple(axis for factor in over for axis in axes.get(factor, ()))
@@ -65,10 +67,28 @@ def partitioned(local, operands, results, shapes, *, over=(), across=None):
         lower = _without_mesh(across(reduced) if reduced else local)  # pyright: ignore[reportOptionalCall]
         return mesh, lower, out_shardings[0] if bare else out_shardings, tuple(map(sharding, operands))
 
-    spell = lambda arrays: ", ".join(" ".join(factors) for factors in arrays)
+    rule, sizes = _sharding_rule(operands, results, shapes, units)
     wrapped = custom_partitioning(lambda *operands: local(*operands))
-    wrapped.def_partition(partition=partition, sharding_rule=f"{spell(operands)} -> {spell(results)}")
+    wrapped.def_partition(partition=partition, sharding_rule=rule, **sizes)
     return wrapped
+
+
+def _sharding_rule(operands, results, shapes, units):
+    """The factors as custom_partitioning takes them. A dimension with units is these and what each of them holds."""
+    sizes, whole = {}, set()
+
+    def spell(factor, size):
+        if factor not in units or size == units[factor]:
+            whole.add(factor)
+            return factor
+        rest = f"{factor}in{len(sizes)}"
+        sizes[rest] = size // units[factor]
+        return f"({factor} {rest})"
+
+    inputs = ", ".join(" ".join(map(spell, factors, shape)) for factors, shape in zip(operands, shapes))
+    if sizes:
+        sizes |= {factor: count for factor, count in units.items() if factor not in whole}
+    return f"{inputs} -> {', '.join(' '.join(factors) for factors in results)}", sizes
 
 
 def _assign(operands, specs, results, result_specs, over):
@@ -95,13 +115,12 @@ def mesh_axes(entry):
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def _even_spec(mesh, x):
+def _even_spec(mesh, x, factors, units):
     """The mesh axes of each dimension of `x`; none where they don't divide it, as XLA pads parts by junk."""
+    sizes = [units.get(factor, size) for factor, size in zip(factors, x.shape)]
     spec = [mesh_axes(entry) for entry in x.sharding.spec]
     spec += [()] * (len(x.shape) - len(spec))
-    return [
-        axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else () for axes, size in zip(spec, x.shape)
-    ]
+    return [axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else () for axes, size in zip(spec, sizes)]
 
 
 def _named_sharding(mesh, spec):

@@ -53,22 +53,24 @@ def activate(y, activation):
     return y / (1 + jnp.exp(-_gelu_exponent(y))) if activation.name == "gelu" else y
 
 
-def derivative(y, activation):
-    """The derivative of `activate` by `y`, which is 0 at the bounds of a clamp, as `jax.nn.relu` has it.
+def tangent(y, change, activation):
+    """The tangent of `activate` at y, of a y that moves by `change`: 0 at the bounds of a clamp, as of `jax.nn.relu`.
 
-    >>> derivative(jnp.float32([-1, 0, 2]), NAMED["relu"]).tolist()
-    [0.0, 0.0, 1.0]
+    Beyond the bounds it is 0 whatever `change` is, where a factor 0 would make NaN of an infinite one.
+
+    >>> tangent(jnp.float32([-1, 0, 2]), jnp.float32([5, 5, 5]), NAMED["relu"]).tolist()
+    [0.0, 0.0, 5.0]
     """
     if activation.name == "clamp":
-        return ((y > activation.low) & (y < activation.high)).astype(y.dtype)
+        return jnp.where((y > activation.low) & (y < activation.high), change, 0)
     if activation.name == "silu":
         share = jax.nn.sigmoid(y)
-        return share * (1 + y * (1 - share))
+        return change * (share * (1 + y * (1 - share)))
     if activation.name == "gelu":
         y = jnp.clip(y, -16.0, 16.0)  # beyond, the derivative is 0 or 1, and y^3 soon infinite
         share = jax.nn.sigmoid(_gelu_exponent(y))
-        return share * (1 + y * (1 - share) * _GELU_SLOPE * (1 + 3 * _GELU_CUBE * y * y))
-    return jnp.ones_like(y)
+        return change * (share * (1 + y * (1 - share) * _GELU_SLOPE * (1 + 3 * _GELU_CUBE * y * y)))
+    return change
 
 
 # gelu(y) = y / (1 + exp(-2u)), u = sqrt(2 / pi) * (y + 0.044715 y^3): Hendrycks and Gimpel, Gaussian error linear

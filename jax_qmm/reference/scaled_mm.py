@@ -50,8 +50,8 @@ def scaled_mm(a, b, *, num_batch=0, out_dtype, activation=activations.NONE, **ve
     return epilogue(acc, num_batch=num_batch, out_dtype=out_dtype, activation=activation, **vectors)
 
 
-def sums(a, b, num_batch=0):
-    """`a @ b.T` per batch: int32, exact but for wrap-around, for int8; float32 for float8."""
+def sums(a, b, num_batch=0, precision: jax.lax.Precision | None = jax.lax.Precision.HIGHEST, out_sharding=None):
+    """`a @ b.T` per batch: int32, exact but for wrap-around, for int8; float32 for floats."""
     if not jnp.issubdtype(a.dtype, jnp.integer):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     # einsum by numbered dimensions: batch, rows, N and K. A batch dimension of 1 is left out and put back.
@@ -61,13 +61,17 @@ def sums(a, b, num_batch=0):
     labels_a = [i for i in (*batch, *rows, k) if i not in ones_a]
     labels_b = [i for i in (*batch, n, k) if i not in ones_b]
     ones = set(ones_a) & set(ones_b)
+    if out_sharding is not None:
+        kept = (entry for i, entry in enumerate(out_sharding.spec) if i not in ones)
+        out_sharding = out_sharding.update(spec=jax.sharding.PartitionSpec(*kept))
     out = jnp.einsum(
         a.squeeze(ones_a),
         labels_a,
         b.squeeze(ones_b),
         labels_b,
         [i for i in (*batch, *rows, n) if i not in ones],
-        precision=jax.lax.Precision.HIGHEST,
+        precision=precision,
+        out_sharding=out_sharding,
         preferred_element_type=jnp.int32 if a.dtype == jnp.int8 else jnp.float32,
     )
     return jnp.expand_dims(out, tuple(ones))

@@ -10,7 +10,7 @@ from jax_qmm.tuning import Product
 
 KERNELS = ["generic", "sm90 narrow swizzle 1", "sm90 narrow swizzle 8", "sm90 wide"]
 DEVICE = types.SimpleNamespace(device_kind="NVIDIA H200", core_count=132, compute_capability="9.0", local_hardware_id=0)
-GPU = types.SimpleNamespace(name="NVIDIA H200", sm_count=132, prepare=lambda: None)
+GPU = types.SimpleNamespace(name="NVIDIA H200", sm_count=132, arch=90, peak=1979e12, prepare=lambda: None)
 
 
 class Extension:
@@ -23,6 +23,7 @@ class Extension:
         self.tuned = {}
         self.measured = []  # (product without the batch, choices, rounds)
         self.interrupt_after = None  # calls of measure_scaled_mm
+        self.code = 90
 
     def driver_version(self):
         return 13000
@@ -30,7 +31,10 @@ class Extension:
     def why_unfit(self, name, capability, driver):
         return "" if capability == 90 else f"{name} is unfit"
 
-    def scaled_mm_choices(self, m, n, k, batch, dtype, out_dtype, fast_accum):
+    def compiled_for(self, capability):
+        return self.code
+
+    def scaled_mm_choices(self, m, n, k, *_):
         return [(i - 1, 1) for i in range(len(KERNELS) if k % 16 == 0 else 1)]
 
     def describe_scaled_mm(self, choice):
@@ -39,17 +43,17 @@ class Extension:
     def scaled_mm_costs_of(self, gpu):
         return gpu.name
 
-    def ScaledMmProblem(self, *product, full_epilogue=False):  # noqa: N802, a class of the extension
+    def ScaledMmProblem(self, *product):  # noqa: N802, a class of the extension
         return Problem(self, Product(*product))
 
     def clear_scaled_mm_tuning(self):
         self.tuned.clear()
 
-    def measure_scaled_mm(self, m, n, k, dtype, out_dtype, fast_accum, choices, pattern, rounds):
+    def measure_scaled_mm(self, m, n, k, dtype, out_dtype, fast_accum, full_epilogue, choices, pattern, rounds):
         if len(self.measured) == self.interrupt_after:
             raise KeyboardInterrupt
         assert isinstance(pattern, bytes) and len(set(pattern[:4096])) > 100  # random ones
-        self.measured.append(((m, n, k, dtype, out_dtype, fast_accum), choices, rounds))
+        self.measured.append(((m, n, k, dtype, out_dtype, fast_accum, full_epilogue), choices, rounds))
         return [self.us[self.describe_scaled_mm(choice)] for choice in choices]
 
 
@@ -72,9 +76,9 @@ class Problem(NamedTuple):
         return self.product.m if self.product in self.kernels.tuned else None
 
     def measure(self, choices, gpu, pattern, rounds):
-        m, n, k, batch, *dtypes = self.product
+        m, n, k, batch, *kind = self.product
         assert gpu is GPU and batch == 1
-        return self.kernels.measure_scaled_mm(m, n, k, *dtypes, choices, pattern, rounds)
+        return self.kernels.measure_scaled_mm(m, n, k, *kind, choices, pattern, rounds)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def bench(kernels, monkeypatch, tmp_path):
 
 def test_what_is_as_fast_passes(bench, kernels, capsys):
     assert bench(SAME) == 0
-    products = [(16, 64, 32, "int8", "bfloat16", False), (1, 64, 32, "float8_e4m3fn", "bfloat16", True)]
+    products = [(16, 64, 32, "int8", "bfloat16", False, False), (1, 64, 32, "float8_e4m3fn", "bfloat16", True, False)]
     assert [product for product, *_ in kernels.measured] == [p for p in products for _ in range(measure.TURNS)]
     assert "0 of 2 products are more than 5% slower" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from jax_qmm import __main__ as command_line
+from jax_qmm import __main__ as command_line, _extension
 from jax_qmm.bench import cublaslt, figure, measure, report
 from jax_qmm.tuning import Product
 
@@ -45,7 +45,8 @@ def bench(kernels, monkeypatch):
 def test_the_table_reads_like_a_report(bench, capsys):
     assert bench() == 0
     out = capsys.readouterr().out
-    assert re.match(r"jax_qmm on NVIDIA H200, jax [\d.]+, PyTorch 2.11\n", out)
+    gpu = "NVIDIA H200 (compute capability 9.0, code for 9.0)"
+    assert re.match(rf"jax_qmm on {re.escape(gpu)}, jax [\d.]+, PyTorch 2.11\n", out)
     tables = out.split("\n\n")
     assert [table.splitlines()[0] for table in tables if ", N " in table.splitlines()[0]] == [
         "int8, N 64, K 32",
@@ -63,6 +64,22 @@ def test_the_table_reads_like_a_report(bench, capsys):
     )
     assert "26.0 (2.00x)" in many
     assert "roofline: bytes at 0.00 TB/s" in out
+
+
+def test_kernels_are_named_by_the_code_that_runs(bench, kernels, capsys):
+    kernels.code = 80
+    bench("--peers", "none")
+    out = capsys.readouterr().out
+    assert out.startswith("jax_qmm on NVIDIA H200 (compute capability 9.0, PTX for 8.0), jax ")
+    assert "sm80 wide (by the cost model)" in out and "sm90" not in out
+
+
+def test_the_roofline_is_the_gpus(bench, monkeypatch, capsys):
+    monkeypatch.setattr(_extension.gpu(), "peak", 624e12)
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda: 1e30)
+    bench("--peers", "none", "--shapes", "60000,5200", "--m", "13", "--dtype", "int8")
+    out = capsys.readouterr().out
+    assert re.search(r"\n13 +13.0 +100%", out) and "or operations at 624 Tera-ops/s" in out
 
 
 def test_the_summary_names_the_worst(bench, kernels, capsys, monkeypatch):
@@ -102,7 +119,7 @@ def test_ours_is_the_kernel_that_would_run(bench, kernels):
     bench("--peers", "none", "--dtype", "int8")
     assert [choices for _, choices, *_ in kernels.measured] == [[(2, 1)]] * 4 * measure.TURNS
     kernels.measured.clear()
-    kernels.tuned[1, 64, 32, 1, "int8", "bfloat16", False] = (0, 1)
+    kernels.tuned[1, 64, 32, 1, "int8", "bfloat16", False, False] = (0, 1)
     bench("--peers", "none", "--dtype", "int8")
     assert [choices for _, choices, *_ in kernels.measured][:: measure.TURNS] == [[(0, 1)]] + [[(2, 1)]] * 3
 

@@ -1,6 +1,7 @@
 """`python -m jax_qmm tune`, on a stand-in for the extension."""
 
 import json
+import re
 import warnings
 
 import pytest
@@ -29,10 +30,18 @@ def test_the_fastest_is_stored_and_serves_later(kernels, capsys):
     assert _extension.describe_scaled_mm(8, 64, 32, 1, "int8", "bfloat16", False) == "generic (tuned)"
 
 
+def test_files_name_kernels_by_what_they_were_written_for_and_reports_by_what_runs(kernels, capsys):
+    kernels.code = 80
+    kernels.us["generic"] = 20.0
+    command_line.main(ARGUMENTS)
+    assert [kernel for _, kernel, _ in stored(tuning.default_path())] == ["sm90 narrow swizzle 1"] * 2
+    assert "sm80 narrow swizzle 1  1.18x sm80 wide" in capsys.readouterr().out
+
+
 def test_every_kernel_is_measured_and_the_best_ones_again(kernels):
     command_line.main(ARGUMENTS)
     (product, everything, once), *again = (call for call in kernels.measured if call[0][0] == 1)
-    assert product == (1, 64, 32, "int8", "bfloat16", False)
+    assert product == (1, 64, 32, "int8", "bfloat16", False, False)
     assert everything == [(-1, 1), (0, 1), (1, 1), (2, 1)] and once == 1
     assert all(repeated == product and rounds > once for repeated, _, rounds in again)
     # Each alone, and three times, in other orders.
@@ -97,11 +106,27 @@ def test_the_file_is_that_of_the_environment(kernels, tmp_path, monkeypatch, cap
 def test_dtypes(kernels):
     command_line.main([*ARGUMENTS, "fp8", "--out-dtype", "float16", "float32"])
     assert {product[3:] for product, *_ in kernels.measured} == {
-        ("int8", "float16", False),
-        ("int8", "float32", False),
-        ("float8_e4m3fn", "float16", True),
-        ("float8_e4m3fn", "float32", True),
+        ("int8", "float16", False, False),
+        ("int8", "float32", False, False),
+        ("float8_e4m3fn", "float16", True, False),
+        ("float8_e4m3fn", "float32", True, False),
     }
+
+
+def test_products_with_the_full_epilogue_are_others(kernels, capsys):
+    command_line.main([*ARGUMENTS, "--out-dtype", "bfloat16", "int8"])
+    kernels.us["generic"] = 20.0
+    command_line.main([*ARGUMENTS, "--full-epilogue"])
+    assert {product[3:] for product, *_ in kernels.measured} == {
+        ("int8", "bfloat16", False, False),
+        ("int8", "bfloat16", False, True),
+        ("int8", "int8", False, True),  # results of 8 bits have no other
+    }
+    assert re.search(r"\n *int8 +bfloat16 +full +8 .* sm90 narrow swizzle 1", capsys.readouterr().out)
+    _extension._load_tuning.cache_clear()  # a later process
+    kind = 1, "int8", "bfloat16", False
+    assert _extension.describe_scaled_mm(8, 64, 32, *kind) == "generic (tuned)"
+    assert _extension.describe_scaled_mm(8, 64, 32, *kind, True) == "sm90 narrow swizzle 1 (tuned)"
 
 
 def test_an_interrupt_keeps_what_is_measured(kernels, capsys):

@@ -18,7 +18,7 @@ REQUIRES = "import jax_qmm_build; print(*jax_qmm_build.get_requires_for_build_wh
 
 
 def run(*command, **kwargs):
-    own = {"JAX_QMM_CUDA_ARCHS": "80;89;90a", "PYTHONPATH": str(ROOT / "build_backend")}
+    own = {"JAX_QMM_CUDA_ARCHS": "75;80;89;90a", "PYTHONPATH": str(ROOT / "build_backend")}
     return subprocess.run(command, check=True, cwd=ROOT, env=os.environ | own, **kwargs)
 
 
@@ -41,7 +41,7 @@ def build(source: Path = ROOT, folder: Path = BUILD) -> None:
     if not (folder / "build.ninja").exists():
         definitions = {
             "CMAKE_MAKE_PROGRAM": tools / "ninja",
-            "JAX_QMM_CUDA_ARCHS": "80;89;90a",
+            "JAX_QMM_CUDA_ARCHS": "75;80;89;90a",
             "JAX_QMM_CUDA_RUNTIME": "emulator",
             "Python_EXECUTABLE": tools / "python",
             "SKBUILD_SABI_VERSION": "3.12" if sys.version_info >= (3, 12) else "",

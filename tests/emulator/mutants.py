@@ -30,7 +30,12 @@ EXACT = "tests/ops/test_scaled_mm_gpu.py::test_int8_is_exact_for_every_shape[{}]
 CHOICES = "tests/ops/test_scaled_mm_choices_gpu.py::test_every_choice_gives_the_same_int8_result[{}-bfloat16]"
 SUMS = "tests/ops/test_quantize_gpu.py::test_sums_of_what_shares_a_scale[float32-8200]"
 ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
+BLOCKS = "tests/ops/test_block_scaled_mm_gpu.py::{}"
 TESTS = {
+    "block scaled": [
+        BLOCKS.format("test_rows_around_the_tiles[1-4]"),
+        BLOCKS.format("test_blocks_and_zero_points[16-int8-bfloat16-4]"),
+    ],
     "quantize": [*(ROWS.format(cols) for cols in (100, 1000, 4096, 8200)), SUMS],
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
     "skinny": [CHOICES.format((7, 200, 4624))],
@@ -57,7 +62,55 @@ class Mutant:
 
 GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
 QUANTIZE, EPILOGUE, MULTISTAGE = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "scaled_mm/gemm_sm80.cuh"
+ADD_PARTS = "scaled_mm/split_k_sm80.cu"
+BLOCK_SCALED, BLOCK_SOURCES, DEQUANTIZE = (
+    f"block_scaled_mm/{name}.cuh" for name in ("kernel", "sources", "dequantize")
+)
 MUTANTS = [
+    Mutant(
+        "block scaled: no barrier before x is read",
+        BLOCK_SCALED,
+        "    wait_for_copies<C::kStages - 2>();\n    __syncthreads();\n",
+        "    wait_for_copies<C::kStages - 2>();\n",
+    ),
+    Mutant(
+        "block scaled: waits one group too few",
+        BLOCK_SCALED,
+        "    wait_for_copies<C::kStages - 2>();\n    __syncthreads();\n",
+        "    wait_for_copies<C::kStages - 1>();\n    __syncthreads();\n",
+    ),
+    Mutant(
+        "block scaled: no barrier before the parts",
+        BLOCK_SCALED,
+        "  wait_for_copies<0>();\n  __syncthreads();\n",
+        "  wait_for_copies<0>();\n",
+    ),
+    Mutant(
+        "block scaled: rows of weights beyond N",
+        BLOCK_SOURCES,
+        "min(16 * i + 8 * h + row, rows - 1)",
+        "16 * i + 8 * h + row",
+    ),
+    Mutant("block scaled: columns of weights beyond K", BLOCK_SOURCES, "load_if(column_ < columns, ", "load_if(true, "),
+    Mutant(
+        "block scaled: scales beyond K",
+        BLOCK_SOURCES,
+        "there[u] ? __umulhi(2 * unit, p_.block_inverse) : 0",
+        "__umulhi(2 * unit, p_.block_inverse)",
+    ),
+    Mutant("block scaled: rows of x beyond M", BLOCK_SOURCES, "row < rows_ && columns_ > 0", "columns_ > 0"),
+    Mutant(
+        "block scaled: terms of the wrong unit",
+        BLOCK_SCALED,
+        "(threadIdx.x & 28) + unit % 4",
+        "(threadIdx.x & 28) + (unit + 1) % 4",
+    ),
+    Mutant(
+        "block scaled: zero point one off",
+        DEQUANTIZE,
+        "zero * 0x10001 + 0xbf00bf00",
+        "(zero + 1) * 0x10001 + 0xbf00bf00",
+    ),
     Mutant("quantize: one chunk too many is loaded", QUANTIZE, "if (i < count) chunks", "if (i <= count) chunks"),
     Mutant("quantize: one chunk too many is stored", QUANTIZE, "if (i >= count) break;", "if (i > count) break;"),
     Mutant("quantize: one row too many", QUANTIZE, "if (row >= rows) return;", "if (row > rows) return;"),
@@ -70,8 +123,8 @@ MUTANTS = [
     Mutant(
         "quantize: no barrier in the sums' reduction",
         QUANTIZE,
-        "    __syncthreads();\n    sum = __reduce",
-        "    sum = __reduce",
+        "    __syncthreads();\n    sum = sum_of",
+        "    sum = sum_of",
     ),
     Mutant("quantize: one sum too many is cleared", QUANTIZE, "if (row < rows) of_rows", "if (row <= rows) of_rows"),
     Mutant(
@@ -95,15 +148,16 @@ MUTANTS = [
     Mutant(
         "multistage: no barrier before a stage is loaded from",
         MULTISTAGE,
-        "        wait_for_copies<C::kStages - 2>();\n        __syncthreads();",
-        "        wait_for_copies<C::kStages - 2>();",
+        "          wait_for_copies<C::kStages - 2>();\n          __syncthreads();",
+        "          wait_for_copies<C::kStages - 2>();",
     ),
     Mutant(
         "multistage: a copy too few is waited for",
         MULTISTAGE,
-        "        wait_for_copies<C::kStages - 2>();",
-        "        wait_for_copies<C::kStages - 1>();",
+        "          wait_for_copies<C::kStages - 2>();",
+        "          wait_for_copies<C::kStages - 1>();",
     ),
+    Mutant("multistage: terms replace stages that are written to", MULTISTAGE, "    wait_for_copies<0>();\n"),
     Mutant(
         "multistage: no barrier before other slices' sums are read",
         MULTISTAGE,
@@ -116,7 +170,7 @@ MUTANTS = [
         "    __syncwarp();\n#pragma unroll 1\n    for (int r",
         "#pragma unroll 1\n    for (int r",
     ),
-    Mutant("multistage: one row too many is copied", MULTISTAGE, "last_row_(rows - 1)", "last_row_(rows)"),
+    Mutant("multistage: one row too many is copied", MULTISTAGE, "row < rows_ ? row", "row <= rows_ ? row"),
     Mutant("multistage: more of K than there is", MULTISTAGE, "part < there);", "part <= there);"),
     Mutant(
         "multistage: one row too many is written", MULTISTAGE, "if (m >= p.m || n >= p.n)", "if (m > p.m || n >= p.n)"
@@ -124,6 +178,16 @@ MUTANTS = [
     Mutant("multistage: columns beyond the matrix", MULTISTAGE, "if (n + v < p.n) to[v]", "to[v]"),
     Mutant("multistage: whole stores everywhere", MULTISTAGE, "out % 16 == 0,", "true,"),
     Mutant("multistage: copies of 16 bytes everywhere", MULTISTAGE, "in % 16 == 0  ? 16", "true  ? 16"),
+    Mutant("multistage: parts of K overlap", MULTISTAGE, "k_begin + p.k_of_part);", "k_begin + p.k_of_part + 32);"),
+    Mutant(
+        "multistage: rows beyond the partial sums",
+        MULTISTAGE,
+        "if (m >= p.m) continue;\n      auto* const row",
+        "auto* const row",
+    ),
+    Mutant("multistage: columns beyond the partial sums", MULTISTAGE, "if (n < pitch) *", "*"),
+    Mutant("multistage: one row too many is added up", ADD_PARTS, "if (row >= p.rows ||", "if (row > p.rows ||"),
+    Mutant("multistage: columns beyond the matrix are added up", ADD_PARTS, "if (n + v < p.n) to[v]", "to[v]"),
     Mutant("one tile: no wait for loads", ONE_TILE, "      Full::wait(&smem.full[stage], phase);\n"),
     Mutant(
         "one tile: a stage released while it is multiplied",

@@ -71,14 +71,41 @@ def test_every_scheme_stays_close_to_float32(minilm, monkeypatch, tmp_path, caps
     monkeypatch.setattr(sys, "argv", ["minilm.py", "--limit", "8", "--json", str(file)])
     minilm.main()
     exact, *quantized = json.loads(file.read_text())
-    assert [row["model"] for row in quantized] == ["int8 symmetric", "int8 asymmetric", "fp8 e4m3"]
+    least = {
+        "int8 symmetric": 0.99,
+        "int8 asymmetric": 0.99,
+        "fp8 e4m3": 0.99,
+        "int8 weights": 0.999,
+        "int4 weights": 0.96,
+    }
+    assert [row["model"] for row in quantized] == list(least)
     for row in quantized:
-        assert row["mean_cosine"] >= 0.99
+        assert row["mean_cosine"] >= least[row["model"]]
         assert row["min_cosine"] < 1 - 1e-5  # it is quantized
         assert row["bytes"] < 0.66 * exact["bytes"]  # the embedding tables, half of all, stay float32
+    # Values, and for each block a float32 scale, of int4 with a zero point in int8. The 32 columns of a head make a
+    # block of an attention's output, which is one of 12 parts of equal size and whose zero points are int32.
+    bits = [row["bits_per_weight"] for row in quantized[-2:]]
+    assert bits == pytest.approx([8 + 32 * (11 / 128 + 1 / 32) / 12, 4 + (11 * 40 / 64 + 64 / 32) / 12], abs=1e-6)
+    weights = 6 * 12 * 384**2  # the kernels of six layers
+    assert quantized[-1]["bytes"] == exact["bytes"] - weights * (32 - bits[-1]) / 8
     out = capsys.readouterr().out
-    assert out.count("36 of 39 layers quantized") == 3
+    assert out.count("36 of 39 layers quantized") == 5
     assert "reference: platform cpu has no kernels" in out and "same neighbour" in out
+
+
+def test_block_sizes_replace_the_schemes(minilm, monkeypatch, tmp_path):
+    file = tmp_path / "rows.json"
+    wanted = {name: scheme for name, scheme in minilm.BLOCK_SIZES.items() if name in ("32 asymmetric", "channel")}
+    assert len(minilm.BLOCK_SIZES) == 16
+    monkeypatch.setattr(minilm, "BLOCK_SIZES", wanted)
+    monkeypatch.setattr(minilm, "BATCH", 4)
+    monkeypatch.setattr(sys, "argv", ["minilm.py", "--limit", "4", "--block-sizes", "--json", str(file)])
+    minilm.main()
+    _, blocks, channels = json.loads(file.read_text())
+    assert (blocks["model"], channels["model"]) == ("32 asymmetric", "channel")
+    assert blocks["mean_cosine"] > channels["mean_cosine"] > 0.8
+    assert blocks["bits_per_weight"] > channels["bits_per_weight"] > 4
 
 
 def test_float32_matches_pytorch(minilm, loaded):

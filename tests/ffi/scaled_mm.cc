@@ -65,7 +65,8 @@ struct Epilogue {
 
 // Calls the handler for operands of a's dtype, where the graph of the call has the kernel `kept`.
 ffi::Error call(std::vector<Buffer> vectors, std::string const& names, Buffer a = {XLA_FFI_DataType_S8, {1, kM, kK}},
-                Chosen kept = std::nullopt, Epilogue epilogue = {}) {
+                Chosen kept = std::nullopt, Epilogue epilogue = {},
+                std::optional<ffi::Result<ffi::AnyBuffer>> workspace = std::nullopt) {
   Buffer b{a.dtype, {kBatch, kN, kK}}, out{epilogue.out, {kBatch, kM, kN}};
   XLA_FFI_Buffer xla_a = a.xla(), xla_b = b.xla(), xla_out = out.xla();
   std::vector<XLA_FFI_Buffer> buffers;
@@ -79,7 +80,7 @@ ffi::Error call(std::vector<Buffer> vectors, std::string const& names, Buffer a 
     return submit_all([](Launch const&) { return cudaSuccess; }, chosen);
   };
   return scaled_mm(destination, ffi::AnyBuffer(&xla_a), ffi::AnyBuffer(&xla_b), ffi::RemainingArgs(&args, 0),
-                   ffi::Result<ffi::AnyBuffer>(ffi::AnyBuffer(&xla_out)), names, false, epilogue.activation,
+                   ffi::Result<ffi::AnyBuffer>(ffi::AnyBuffer(&xla_out)), workspace, names, false, epilogue.activation,
                    epilogue.low, epilogue.high);
 }
 
@@ -107,6 +108,15 @@ void vectors_go_where_their_names_say() {
   CHECK(has(launched.scale_a, DType::kF32, 1, kM) && has(launched.scale_b, DType::kF32, 0, 0));
   CHECK(has(launched.azp_adj, DType::kS32, 1, 0) && has(launched.azp, DType::kS32, 0, 0));
   CHECK(has(launched.bias, DType::kBF16, 1, 0));
+}
+
+void the_workspace_is_as_large_as_its_buffer() {
+  CHECK(call({}, "").success() && launched.workspace == nullptr && launched.workspace_bytes == 0);
+  Buffer workspace{XLA_FFI_DataType_U8, {96}, kElsewhere};
+  XLA_FFI_Buffer xla = workspace.xla();
+  ffi::Result<ffi::AnyBuffer> const result{ffi::AnyBuffer(&xla)};
+  CHECK(call({}, "", {XLA_FFI_DataType_S8, {1, kM, kK}}, std::nullopt, {}, result).success());
+  CHECK(launched.workspace == kElsewhere && launched.workspace_bytes == 96);
 }
 
 void other_vectors_are_refused() {
@@ -174,6 +184,7 @@ void a_graph_keeps_its_kernel_where_that_suits() {
 int main(int, char** arguments) {
   run_case(arguments, {
                           CASE(vectors_go_where_their_names_say),
+                          CASE(the_workspace_is_as_large_as_its_buffer),
                           CASE(other_vectors_are_refused),
                           CASE(the_whole_epilogue_is_read),
                           CASE(a_term_an_activation_and_8_bits_need_the_full_epilogue),

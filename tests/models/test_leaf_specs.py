@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import jax_qmm
 from jax_qmm.models.leaf_specs import abstract_leaves, leaf_shardings, leaf_specs
 from jax_qmm.ops.quantize import quantize
 from jax_qmm.schemes import W8A8
@@ -16,9 +17,42 @@ def test_each_leaf_gets_the_axes_that_it_has():
     assert specs.zero_point is None
 
 
-def test_blocks_of_scales_are_replicated():
-    specs = leaf_specs(quantize(jnp.ones((4, 8)), tile_size=4), P("x", "y"))
-    assert (specs.qvalue, specs.scale) == (P("x", "y"), P("x", None))
+def mesh(devices):
+    return jax.make_mesh((devices,), ("k",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.mark.parametrize(
+    "devices, size, tile, packed, values, blocks",
+    [
+        (2, 384, 64, False, "k", "k"),
+        (2, 384, 192, False, "k", "k"),
+        (4, 384, 192, False, "k", None),  # two blocks
+        (4, 384, None, False, "k", None),
+        (2, 512, 64, True, "k", "k"),
+        (4, 384, 64, True, None, None),  # six blocks, but three times 128 columns
+        (3, 384, None, True, "k", None),
+        (2, 384, None, True, None, None),
+        (2, 384, 256, True, None, None),  # a short last block
+    ],
+)
+def test_the_last_axis_is_sharded_at_boundaries_of_blocks_and_of_128_columns(
+    devices, size, tile, packed, values, blocks
+):
+    q = quantize(jnp.ones((4, size)), jnp.int4, tile_size=tile)
+    q = q.pack() if packed else q
+    sharding = NamedSharding(mesh(devices), P(None, "k"))
+    specs = jax.tree.map(lambda each: each.spec, leaf_shardings(q, sharding))
+    assert (specs.qvalue, specs.scale) == (P(None, values), P(None, blocks))
+    with jax.set_mesh(mesh(devices)):
+        assert jax.tree.leaves(leaf_specs(q, P(None, "k"))) == jax.tree.leaves(specs)
+    jax.device_put(q, leaf_shardings(q, sharding))
+
+
+def test_without_a_mesh_whole_blocks_are_sharded():
+    q = jax_qmm.W4A16().quantize_weight(jnp.ones((384, 4)), (-2,))
+    assert jax.tree.leaves(leaf_specs(q, P("k"))) == [P(None, "k")] * 2
+    q = jax_qmm.W4A16().quantize_weight(jnp.ones((400, 4)), (-2,))
+    assert jax.tree.leaves(leaf_specs(q, P("k"))) == [P(None, None)] * 2
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -7,6 +7,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, serialization
 from jax.sharding import NamedSharding, PartitionSpec as P
+from random_arrays import data
 
 from jax_qmm import linen as qlinen
 from jax_qmm.qarray import QArray
@@ -20,10 +21,6 @@ SCHEMES = [
     W8A8(activation="per_tensor"),
     W8A8("float8_e4m3fn"),
 ]
-
-
-def data(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 X = data(3, 8)

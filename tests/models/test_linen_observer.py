@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from random_arrays import data
 
 from jax_qmm import linen as qlinen
 from jax_qmm.models import layer_kinds, linen_observer
@@ -12,10 +13,6 @@ from jax_qmm.schemes import W8A8, Rule
 
 STATIC = W8A8(activation="per_tensor")
 ALL = [Rule(".*", W8A8())]
-
-
-def data(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,13 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from random_arrays import data
 
 from jax_qmm import nnx as qnnx
 from jax_qmm.models import layer_kinds
 from jax_qmm.schemes import W8A8, Rule
 
 ALL = [Rule(".*", W8A8())]
-
-
-def data(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 X = data(3, 8)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn, nnx
 from jax.sharding import PartitionSpec as P
+from random_arrays import data
 
 import jax_qmm
 from jax_qmm import W8A8, Rule, linen as qlinen, nnx as qnnx
@@ -20,10 +21,6 @@ SCHEMES = [
     W8A8(activation="per_tensor", symmetric=False, weight_symmetric=False),
 ]
 schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-
-
-def data(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def init(key, shape, dtype):

@@ -30,8 +30,14 @@ def normal(*shape, seed=0):
             jax_qmm.quantize(normal(5, 8)),
             jax_qmm.quantize(normal(6, 8), "float8_e4m3fn").T,
         ),
-        "blocks": lambda: ("mk,nk->mn", normal(5, 8), jax_qmm.quantize(normal(6, 8), tile_size=4)),
+        "blocks": lambda: ("mk,nk->mn", normal(5, 8), jax_qmm.quantize(normal(6, 8), FP8, tile_size=4)),
         "scales_along_contraction": lambda: ("mk,kn->mn", normal(5, 8), jax_qmm.quantize(normal(8, 6), axis=1)),
+        "weight_only": lambda: (
+            "mk,nk->mn",
+            jax_qmm.quantize(normal(5, 8), jnp.int4),
+            jax_qmm.quantize(normal(6, 8), jnp.int4),
+        ),
+        "packed": lambda: ("mk,kn->mn", normal(5, 8), jax_qmm.quantize(normal(8, 6), jnp.int4, axis=0).pack()),
     }.items(),
     ids=REASONS,
 )

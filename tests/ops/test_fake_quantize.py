@@ -12,10 +12,12 @@ OPTIONS = [
     {"axis": 0, "symmetric": False},
     {"qtype": E4M3, "axis": None},
     {"tile_size": 4},
+    {"qtype": "int4", "tile_size": 3, "symmetric": False},
     {"scale": 0.01},
     {"scale": np.full((6, 1), 0.02, np.float32), "zero_point": -20, "symmetric": False},
     {"qtype": E4M3, "scale": np.full(8, 0.004, np.float32), "axis": 0},
     {"scale": np.full((6, 2), 0.01, np.float32), "tile_size": 4},
+    {"qtype": "int4", "scale": 0.2, "zero_point": 3, "symmetric": False},
 ]
 
 
@@ -34,7 +36,7 @@ def test_the_value_is_that_of_the_quantized_array(options, dtype):
     np.testing.assert_array_equal(taken.astype(np.float32), want.astype(np.float32))
 
 
-@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
 def test_with_scales_from_the_data_it_is_the_identity_to_differentiation(options):
     x, ct = normal(6, 8), normal(6, 8, seed=1)
     f = lambda x: jax_qmm.fake_quantize(x, **options)
@@ -42,7 +44,7 @@ def test_with_scales_from_the_data_it_is_the_identity_to_differentiation(options
     np.testing.assert_array_equal(jax.jvp(f, (x,), (ct,))[1], ct)
 
 
-@pytest.mark.parametrize("options", OPTIONS[4:], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[5:], ids=str)
 def test_given_scales_have_the_gradient_of_lsq(options):
     """Of scale * (clip(round(v) + zero_point) - zero_point) with v = x / scale, where round counts as the identity."""
     x, ct = normal(6, 8), normal(6, 8, seed=1)
@@ -58,8 +60,8 @@ def test_given_scales_have_the_gradient_of_lsq(options):
         inside = np.abs(v) <= high
         rounded = np.clip(v, low, high).astype(np.float32).astype(E4M3).astype(np.float64)
     else:
-        zero_point = options.get("zero_point", 0)
-        low, high, rounded = -128 - zero_point, 127 - zero_point, np.rint(v)
+        zero_point, bounds = options.get("zero_point", 0), jnp.iinfo(options.get("qtype", "int8"))
+        low, high, rounded = bounds.min - zero_point, bounds.max - zero_point, np.rint(v)
         inside = (low <= rounded) & (rounded <= high)
     assert 0 < inside.mean() < 1
     np.testing.assert_array_equal(by_x, ct * inside)

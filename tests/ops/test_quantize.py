@@ -14,7 +14,7 @@ import jax_qmm
 from jax_qmm.ops import dispatch
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-INT8 = np.dtype(np.int8)
+INT8, INT4 = np.dtype(np.int8), np.dtype(ml_dtypes.int4)
 FLOATS = (np.float32, ml_dtypes.bfloat16, np.float16)
 TINY = np.float32(1.17549435e-38)
 
@@ -24,13 +24,14 @@ def oracle(x, qtype, axes, symmetric=True):
     x = x.astype(np.float32)
     with np.errstate(all="ignore"):
         if symmetric:
-            largest = np.float32(127 if qtype == INT8 else 448)
+            largest = np.float32(448 if qtype == E4M3 else ml_dtypes.iinfo(qtype).max)
             absmax = np.max(np.abs(x), axis=axes, keepdims=True, initial=0)
             scale, zero_point = np.maximum(absmax / largest, TINY), None
         else:
             lo, hi = (f(x, axis=axes, keepdims=True, initial=0) for f in (np.min, np.max))
-            scale = np.maximum((hi - lo) / np.float32(255), TINY)
-            zero_point = np.clip(np.rint(np.float32(-128) - lo / scale), -128, 127)
+            bounds = ml_dtypes.iinfo(qtype)
+            scale = np.maximum((hi - lo) / np.float32(bounds.max - bounds.min), TINY)
+            zero_point = np.clip(np.rint(np.float32(bounds.min) - lo / scale), bounds.min, bounds.max)
             zero_point = np.where(np.isnan(zero_point), 0, zero_point).astype(np.int32)
         return static_oracle(x, scale, zero_point, qtype), scale, zero_point
 
@@ -41,7 +42,8 @@ def static_oracle(x, scale, zero_point, qtype):
         if qtype == E4M3:
             return np.clip(q, -448, 448).astype(E4M3)
         q = np.rint(q) if zero_point is None else np.rint(q) + zero_point.astype(np.float32)
-        return np.where(np.isnan(q), 0, np.clip(q, -128, 127)).astype(np.int8)
+        bounds = ml_dtypes.iinfo(qtype)
+        return np.where(np.isnan(q), 0, np.clip(q, bounds.min, bounds.max)).astype(qtype)
 
 
 def assert_equal(q, want):
@@ -71,7 +73,7 @@ def axes_of(draw, x):
     return tuple(sorted(axes))
 
 
-kinds = st.sampled_from([(INT8, True), (INT8, False), (E4M3, True)])
+kinds = st.sampled_from([(INT8, True), (INT8, False), (INT4, True), (INT4, False), (E4M3, True)])
 
 
 @hypothesis.settings(max_examples=15)
@@ -114,9 +116,26 @@ def test_tiles_are_blocks_with_a_scale_each(count, tile_size, axis, kind, static
     step = np.repeat(parameters[0], tile_size, axis)
     zero_point = 0 if symmetric else np.repeat(parameters[1], tile_size, axis)
     error = np.abs((np.asarray(q.qvalue, np.float32) - zero_point) * step - x)
-    # int8: half a step, and half a step more for a rounded zero point; float8: half an ulp of 3 bits
-    bound = step * (0.5 if symmetric else 1) if qtype == INT8 else np.abs(x) / 16 + step * 2.0**-10
+    # integers: half a step, and half a step more for a rounded zero point; float8: half an ulp of 3 bits
+    bound = np.abs(x) / 16 + step * 2.0**-10 if qtype == E4M3 else step * (0.5 if symmetric else 1)
     assert (error <= bound * 1.0001).all()
+
+
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(st.integers(1, 20), st.integers(1, 24), kinds, st.booleans())
+def test_the_last_block_may_be_short(columns, tile_size, kind, static):
+    """As if zeros filled it up, which change no scale."""
+    qtype, symmetric = kind
+    x = np.random.default_rng(columns).normal(size=(3, columns)).astype(np.float32)
+    filled = np.pad(x, ((0, 0), (0, -columns % tile_size))).reshape(3, -1, tile_size)
+    qvalue, *parameters = oracle(filled, qtype, 2, symmetric)
+    parameters = [None if leaf is None else leaf.squeeze(2) for leaf in parameters]
+    given = dict(zip(("scale", "zero_point"), parameters)) if static else {}
+    q = jax_qmm.quantize(x, qtype, tile_size=tile_size, symmetric=symmetric, **given)
+    assert_equal(q, (qvalue.reshape(3, -1)[:, :columns], *parameters))
+    assert q.tile_size == min(tile_size, columns)
+    whole = jax_qmm.quantize(filled.reshape(3, -1), qtype, tile_size=tile_size, symmetric=symmetric, **given)
+    np.testing.assert_array_equal(q.dequantize(), whole.dequantize()[:, :columns])
 
 
 def test_axis_none_is_one_scale_and_strings_name_types():
@@ -318,12 +337,12 @@ X = np.ones((4, 6), np.float32)
     [
         (np.ones((4, 6), np.int32), {}, TypeError, "x has dtype int32, needs float32, bfloat16, float16"),
         (np.float32(1), {}, ValueError, "x has rank 0"),
-        (X, {"qtype": jnp.int4}, TypeError, "qtype is .*, needs int8 or float8_e4m3fn"),
+        (X, {"qtype": jnp.int2}, TypeError, "qtype is .*, needs int8 or float8_e4m3fn or int4"),
         (X, {"axis": 2}, ValueError, "axis is 2, needs at least one axis, each from -2 to 1"),
         (X, {"axis": ()}, ValueError, r"axis is \(\), needs at least one axis"),
         (X, {"axis": (1, -1)}, ValueError, r"axis is \(1, -1\), which names an axis twice"),
         (X, {"axis": "k"}, TypeError, "axis is 'k', needs an int"),
-        (X, {"tile_size": 4}, ValueError, "tile_size is 4, needs a divisor of 6, the size of axis 1"),
+        (X, {"tile_size": 3, "axis": 0}, ValueError, "tile_size is 3, needs a divisor of 4, the size of axis 0"),
         (X, {"tile_size": 0}, ValueError, "tile_size is 0"),
         (X, {"tile_size": 2, "axis": None}, ValueError, "tile_size needs a single axis"),
         (X, {"qtype": E4M3, "symmetric": False}, ValueError, "symmetric=False was given with qtype float8_e4m3fn"),
@@ -334,6 +353,9 @@ X = np.ones((4, 6), np.float32)
             "zero_point was given with qtype float8_e4m3fn",
         ),
         (X, {"zero_point": 3}, ValueError, "zero_point was given without scale"),
+        (X, {"scale": 1.0, "clip_search": True}, ValueError, "clip_search=True was given with scale"),
+        (X, {"clip_search": 1}, TypeError, "clip_search is 1, needs True or False"),
+        (X, {"scale_dtype": np.float64}, TypeError, "scale_dtype is .*, needs float32 or bfloat16 or float16"),
         (X, {"scale": 1.0, "symmetric": False}, ValueError, "symmetric=False and scale were given without zero_point"),
         (X, {"scale": np.ones(4, np.float32)}, ValueError, r"scale has shape \(4,\), needs \(\) or .* to \(4, 1\)"),
         (X, {"scale": np.ones((1, 4, 1), np.float32)}, ValueError, r"scale has shape \(1, 4, 1\)"),

@@ -14,14 +14,16 @@ SHAPES = [(1, 144, 16), (7, 208, 2064), (33, 272, 1040), (33, 75, 67)]
 SEVERAL_TILES = (130, 1552, 272)  # for each persistent block
 EXACT = {"none": (-np.inf, np.inf), "relu": (0, np.inf), "relu6": (0, 6), "clamp": (-1.5, 0.75)}
 OUT_SCALE, OUT_ZERO_POINT = np.float32(0.37), -9
+WORKSPACE = 4 << 20  # bytes, enough for each kernel that splits K
 
 
 def call(a, b, vectors, out_dtype, activation="none", low=-np.inf, high=np.inf, fast_accum=True):
     """The kernel's result for a `(batch, M, K)`, b `(batch, N, K)` and vectors `(1 | batch, 1 | M or N)`."""
     batch, m, n = max(a.shape[0], b.shape[0]), a.shape[1], b.shape[1]
-    f = jax.ffi.ffi_call("jax_qmm_scaled_mm", jax.ShapeDtypeStruct((batch, m, n), out_dtype))
+    results = jax.ShapeDtypeStruct((batch, m, n), out_dtype), jax.ShapeDtypeStruct((WORKSPACE,), jnp.uint8)
+    f = jax.ffi.ffi_call("jax_qmm_scaled_mm", results)
     attributes = dict(activation=activation, low=np.float32(low), high=np.float32(high), fast_accum=fast_accum)
-    run = jax.jit(lambda *operands: f(*operands, names=" ".join(vectors), **attributes))
+    run = jax.jit(lambda *operands: f(*operands, names=" ".join(vectors), **attributes)[0])
     return np.asarray(run(a, b, *vectors.values()))
 
 

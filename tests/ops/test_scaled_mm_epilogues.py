@@ -237,6 +237,17 @@ def test_the_gradient_of_relu_at_0_is_that_of_jax():
     assert jax.grad(f)(np.zeros(3, np.float32)).tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu6", (-1, 1)])
+def test_an_infinite_tangent_ends_at_a_clamp(activation):
+    a, b = np.ones((1, 4), np.int8), np.ones((2, 4), np.int8)
+    f = lambda bias: f32_mm(a, b, 0.125, 1.0, bias, activation=activation)
+    bias = np.float32([-9, 0])  # the first result is clamped, the second one is 0.5
+    _, moved = jax.jvp(f, (bias,), (np.full(2, np.inf, np.float32),))
+    assert moved.tolist() == [[0, np.inf]]
+    _, transposed = jax.vjp(f, bias)
+    assert transposed(np.full((1, 2), np.inf, np.float32))[0].tolist() == [0, np.inf]
+
+
 @pytest.mark.parametrize("out_dtype", [np.int8, E4M3])
 def test_8_bit_results_have_no_derivative_and_say_so(out_dtype):
     a, b, scale_a, scale_b, bias = operands()

@@ -384,6 +384,67 @@ void test_blocks() {
   CHECK("atomic half2", __low2float(h) == 768 && __high2float(h) == 1536);
 }
 
+// Tensor cores: the same matrices by each shape, with fragments as the PTX manual has them
+__device__ uint32_t four(int8_t const* x) { return *reinterpret_cast<uint32_t const*>(x); }
+__device__ uint32_t two(int8_t const* x) {
+  __half2 const h = __floats2half2_rn(x[0], x[1]);
+  return reinterpret_cast<uint32_t const&>(h);
+}
+__global__ void tensor_cores(int8_t const* a, int8_t const* b, float* out) {
+  int const group = threadIdx.x / 4, member = threadIdx.x % 4;
+  int8_t const *top = a + 32 * group, *bottom = top + 8 * 32, *column = b + 32 * group;
+  auto const write = [&](int shape, auto const(&c)[4]) {
+    for (int i = 0; i < 4; ++i) out[128 * shape + 8 * (group + i / 2 * 8) + 2 * member + i % 2] = c[i];
+  };
+  int s[4] = {1, 2, 3, 4};
+  asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+      : "+r"(s[0]), "+r"(s[1])
+      : "r"(four(top + 4 * member)), "r"(four(column + 4 * member)));
+  write(0, s);
+  int t[4] = {1, 2, 3, 4};
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(t[0]), "+r"(t[1]), "+r"(t[2]), "+r"(t[3])
+      : "r"(four(top + 4 * member)), "r"(four(bottom + 4 * member)), "r"(four(top + 16 + 4 * member)),
+        "r"(four(bottom + 16 + 4 * member)), "r"(four(column + 4 * member)), "r"(four(column + 16 + 4 * member)));
+  write(1, t);
+  float f[4] = {1, 2, 3, 4};
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(f[0]), "+f"(f[1]), "+f"(f[2]), "+f"(f[3])
+      : "r"(two(top + 2 * member)), "r"(two(bottom + 2 * member)), "r"(two(column + 2 * member)));
+  write(2, f);
+  float g[4] = {1, 2, 3, 4};
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(g[0]), "+f"(g[1]), "+f"(g[2]), "+f"(g[3])
+      : "r"(two(top + 2 * member)), "r"(two(bottom + 2 * member)), "r"(two(top + 8 + 2 * member)),
+        "r"(two(bottom + 8 + 2 * member)), "r"(two(column + 2 * member)), "r"(two(column + 8 + 2 * member)));
+  write(3, g);
+}
+void test_tensor_cores() {
+  std::mt19937 r(3);
+  std::vector<int8_t> a(16 * 32), b(8 * 32);
+  for (int8_t& x : a) x = int8_t(r());
+  for (int8_t& x : b) x = int8_t(r());
+  Device<int8_t> da(a), db(b);
+  Device<float> out(4 * 128);
+  tensor_cores<<<1, 32>>>(da.p, db.p, out.p);
+  CHECK("tensor cores run", cudaDeviceSynchronize() == cudaSuccess);
+  auto const o = out.get();
+  struct {
+    char const* name;
+    int m, k;
+  } const shapes[] = {{"m8n8k16 of s8", 8, 16}, {"m16n8k32 of s8", 16, 32}, {"m16n8k8", 16, 8}, {"m16n8k16", 16, 16}};
+  for (int s = 0; s < 4; ++s) {
+    int wrong = 0;
+    for (int i = 0; i < 128; ++i) {
+      int const row = i / 8, column = i % 8;
+      int sum = 1 + column % 2 + row / 8 * 2;  // what was there before
+      for (int k = 0; k < shapes[s].k && row < shapes[s].m; ++k) sum += a[32 * row + k] * b[32 * column + k];
+      wrong += o[128 * s + i] != sum;
+    }
+    CHECK(shapes[s].name, wrong == 0);
+  }
+}
+
 // A grid that waits for itself, and clusters
 __global__ void grid_sync(int* data, int n) {
   auto grid = cg::this_grid();
@@ -422,6 +483,7 @@ int main() {
   test_floats();
   test_warps();
   test_blocks();
+  test_tensor_cores();
   test_grid();
   test_clusters();
   fails<<<1, 1>>>(2);

@@ -91,10 +91,19 @@ int capability() {
   return value;
 }
 
+// Few, so that persistent blocks take several tiles of a small product.
+int sm_count() {
+  static int const value = [] {
+    char const* const text = std::getenv("EMU_SMS");
+    return text != nullptr ? std::atoi(text) : 8;
+  }();
+  return value;
+}
+
 int attribute(cudaDeviceAttr a) {
   switch (a) {
     case cudaDevAttrMultiProcessorCount:
-      return 8;  // few, so that persistent blocks take several tiles of a small product
+      return sm_count();
     case cudaDevAttrComputeCapabilityMajor:
       return capability() / 10;
     case cudaDevAttrComputeCapabilityMinor:
@@ -114,18 +123,19 @@ int attribute(cudaDeviceAttr a) {
     case cudaDevAttrMaxSharedMemoryPerBlock:
       return 48 << 10;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      return capability() >= 90 ? 227 << 10 : capability() == 80 ? 163 << 10 : 99 << 10;
+      return attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) -
+             attribute(cudaDevAttrReservedSharedMemoryPerBlock);
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      return capability() >= 90 ? 228 << 10 : capability() == 80 ? 164 << 10 : 100 << 10;
+      return (capability() >= 90 ? 228 : capability() == 80 ? 164 : capability() == 75 ? 64 : 100) << 10;
     case cudaDevAttrReservedSharedMemoryPerBlock:
-      return 1024;
+      return capability() >= 80 ? 1024 : 0;
     case cudaDevAttrWarpSize:
       return 32;
     case cudaDevAttrMaxRegistersPerBlock:
     case cudaDevAttrMaxRegistersPerMultiprocessor:
       return 65536;
     case cudaDevAttrMaxThreadsPerMultiProcessor:
-      return 2048;
+      return capability() == 75 ? 1024 : 2048;
     case cudaDevAttrMaxBlocksPerMultiprocessor:
       return 32;
     case cudaDevAttrL2CacheSize:
@@ -173,10 +183,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   p->maxGridSize[0] = INT32_MAX, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->major = capability() / 10, p->minor = capability() % 10;
   p->multiProcessorCount = attribute(cudaDevAttrMultiProcessorCount);
-  p->maxThreadsPerMultiProcessor = 2048;
+  p->maxThreadsPerMultiProcessor = attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
   p->sharedMemPerMultiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   p->sharedMemPerBlockOptin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  p->reservedSharedMemPerBlock = 1024;
+  p->reservedSharedMemPerBlock = attribute(cudaDevAttrReservedSharedMemoryPerBlock);
   p->l2CacheSize = 50 << 20;
   p->unifiedAddressing = p->managedMemory = p->cooperativeLaunch = p->clusterLaunch = 1;
   return cudaSuccess;

@@ -1,0 +1,7 @@
+#include "block_scaled_mm/kernel.cuh"
+
+namespace jax_qmm::block_scaled {
+
+template void add_instances<DType::kBF16, 8>(std::vector<Instance>& to);
+
+}  // namespace jax_qmm::block_scaled

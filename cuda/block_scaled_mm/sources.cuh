@@ -1,0 +1,243 @@
+// What the kernels have in common: their arguments, what is known of them when they are compiled, and how x comes to
+// shared memory, and weights with the terms of their blocks to registers.
+#pragma once
+
+#include <algorithm>
+
+#include "block_scaled_mm/dequantize.cuh"
+#include "core/async_copy.cuh"
+#include "scaled_mm/epilogue.cuh"
+
+namespace jax_qmm::block_scaled {
+
+struct Params {
+  void const* x;
+  uint8_t const* w;
+  void* out;
+  int m, n, k;
+  unsigned row_bytes, groups;
+  unsigned block_inverse;  // 2^32 over twice the units of a block; 0 where a row has one
+  BlockScaledMm::Blocks scale, zero_point;
+  int64_t x_batch_stride, w_batch_stride;
+  bool aligned;  // whether rows of x start at multiples of 16 bytes
+  unsigned tiles_m, tiles_n;
+  VectorArg<float, false> bias;
+  DType out_dtype;
+  Activation activation;
+  float low, high;
+
+  __device__ void write(int l, int m, int n, float sum) const {
+    float const y[1] = {sum + bias.load(l, n)};
+    int const integers[1] = {};
+    FullOutput const output{out_dtype, activation, low, high, quantize::Divisor(1.0f), 0.0f};
+    int64_t const at = (int64_t(l) * this->m + m) * this->n + n;
+    if (bytes_of(out_dtype) == 2) {
+      static_cast<uint16_t*>(out)[at] = output.round<uint16_t, 1>(y, integers);
+    } else {
+      static_cast<uint32_t*>(out)[at] = output.round<uint32_t, 1>(y, integers);
+    }
+  }
+};
+
+template <class C>
+Params make_params(BlockScaledMm const& problem) {
+  Params p{};
+  p.x = problem.x, p.w = problem.w, p.out = problem.out;
+  p.m = problem.m, p.n = problem.n, p.k = problem.k;
+  p.row_bytes = problem.row_bytes(), p.groups = problem.groups();
+  p.scale = problem.scale, p.zero_point = problem.zero_point;
+  p.x_batch_stride = problem.x_batch_stride, p.w_batch_stride = problem.w_batch_stride;
+  p.aligned = (reinterpret_cast<uintptr_t>(problem.x) | uintptr_t(problem.k) * bytes_of(problem.in)) % 16 == 0;
+  Vector const& bias = problem.bias;
+  p.bias = {bias.data, bias.dtype, bias.stride, bias.batch_stride, bias.bytes, -0.0f};
+  p.tiles_m = unsigned(ceil_div(problem.m, C::kTileM)), p.tiles_n = unsigned(ceil_div(problem.n, C::kRows));
+  p.block_inverse = problem.block >= problem.k ? 0 : unsigned(ceil_div(1ll << 31, problem.block / C::kUnit));
+  p.out_dtype = problem.out_dtype;
+  p.activation = problem.activation;
+  p.low = problem.low, p.high = problem.high;
+  return p;
+}
+
+// All that is known when the kernel is compiled. `Unit` columns are those between which sums are scaled.
+template <class T, int Bits, bool FloatZero, int Unit, int TileM, int TilesOfWarp, int WarpsN, int WarpsK>
+struct Config {
+  using Value = T;
+  using Weights = Dequantizer<T, Bits, FloatZero>;
+  static constexpr int kBits = Bits, kUnit = Unit, kTileM = TileM, kTiles = TilesOfWarp, kWarpsN = WarpsN,
+                       kWarpsK = WarpsK;
+  static constexpr bool kFloatZero = FloatZero;
+  static constexpr int kThreads = 32 * WarpsN * WarpsK;
+  static constexpr int kRows = 16 * TilesOfWarp * WarpsN;  // of weights, of a block
+  static constexpr int kColumns = 512 / Bits;              // of a step of a warp: 64 bytes of a row
+  static constexpr int kStep = WarpsK * kColumns;
+  static constexpr int kStages = 3;
+  static constexpr int kPitch = 2 * kStep, kStageBytes = TileM * kPitch;  // of x in shared memory
+  static constexpr int kUnits = kColumns / Unit;                          // of a step of a warp
+  static constexpr int kHeld = std::max(1, kUnits / 4);                   // by each lane of four that share a row
+  static constexpr int kSumsPitch = kRows + 4;                            // the stores of fragments hit distinct banks
+  static constexpr int kSharedBytes = std::max(kStages * kStageBytes, WarpsK * TileM * kSumsPitch * 4);
+  static constexpr int kBlocksPerSm = TileM == 8 && !FloatZero && Unit > 16 ? 2 : 1;
+  // Where registers are short, what was loaded is moved to where it is multiplied from; elsewhere two steps are
+  // unrolled, which take turns.
+  static constexpr bool kMoves = FloatZero || TileM >= 64 || (TileM >= 32 && Unit < kColumns);
+  static_assert(kThreads % (kStep / 8) == 0, "a thread copies the same columns of several rows of x");
+};
+
+// A thread's share of a step's x: 8 columns of every few rows. What is beyond x becomes zeros.
+template <class C>
+class SourceOfX {
+ public:
+  __device__ SourceOfX(Params const& p, int l, int first_m)
+      : first_row_(threadIdx.x / kChunks),
+        chunk_(threadIdx.x % kChunks),
+        rows_(p.m - first_m),
+        columns_(p.k - 8 * chunk_),
+        k_(p.k),
+        aligned_(p.aligned),
+        from_(static_cast<uint16_t const*>(p.x) + l * p.x_batch_stride + int64_t(first_m + first_row_) * k_ +
+              8 * chunk_) {}
+
+  // Starts the copies of the next step.
+  __device__ void copy(uint32_t to) {
+    if (aligned_) {
+#pragma unroll
+      for (int i = 0; i < C::kTileM; i += kRowsAtOnce) {
+        int const row = first_row_ + i;
+        if (C::kTileM % kRowsAtOnce != 0 && row >= C::kTileM) break;
+        auto* const from = reinterpret_cast<uint8_t const*>(from_ + i * k_);
+        copy_async<16>(to + swizzled<C::kPitch>(row, chunk_), from, row < rows_ && columns_ > 0);
+      }
+    } else {
+      copy_elements(to);
+    }
+    from_ += C::kStep;
+    columns_ -= C::kStep;
+  }
+
+ private:
+  static constexpr int kChunks = C::kStep / 8, kRowsAtOnce = C::kThreads / kChunks;
+
+  // A loop, so that it takes no registers from the other case.
+  __device__ void copy_elements(uint32_t to) const {
+#pragma unroll 1
+    for (int i = 0; i < C::kTileM; i += kRowsAtOnce) {
+      int const row = first_row_ + i;
+      if (row >= C::kTileM) break;
+      uint32_t words[4] = {};
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (row < rows_ && j < columns_) words[j / 2] |= uint32_t(from_[i * k_ + j]) << 16 * (j % 2);
+      }
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + swizzled<C::kPitch>(row, chunk_)),
+                   "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   : "memory");
+    }
+  }
+
+  int first_row_, chunk_, rows_, columns_;
+  int64_t k_;
+  bool aligned_;
+  uint16_t const* from_;
+};
+
+// What a lane holds of a step of its warp: 16 bytes of each of its rows of weights, and of their blocks' scales and
+// zero points those that it shares with the other three lanes of these rows.
+template <class C>
+struct Held {
+  uint32_t words[C::kTiles][2][4], scales[C::kTiles][2][C::kHeld], zeros[C::kTiles][2][C::kHeld];
+};
+
+// Lanes 4g .. 4g + 3 have rows g and g + 8 of each tile of 16. Rows beyond the matrix repeat its last one.
+template <class C>
+class SourceOfWeights {
+ public:
+  __device__ SourceOfWeights(Params const& p, int l, int first_n, int warp_k)
+      : p_(p),
+        scale_(row_pointer(p.scale, l, first_n)),
+        zero_(row_pointer(p.zero_point, l, first_n)),
+        column_(warp_k * C::kColumns),
+        held_unit_(threadIdx.x % 4 % C::kUnits) {
+    int const rows = p.n - first_n, row = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < C::kTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        unsigned const n = min(16 * i + 8 * h + row, rows - 1);
+        words_[i][h] =
+            p.w + l * p.w_batch_stride + (int64_t(first_n) + n) * p.row_bytes + warp_k * 64 + threadIdx.x % 4 * 16;
+        first_group_[i][h] = n * p.groups;
+      }
+    }
+  }
+
+  // Of the next step. Behind the end words stay what they were, for zeros of x, and scales are 0.
+  __device__ void load(Held<C>& held) {
+    unsigned const columns = p_.row_bytes * (8 / C::kBits);
+#pragma unroll
+    for (int i = 0; i < C::kTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        load_if(column_ < columns, held.words[i][h], words_[i][h]);
+        words_[i][h] += 64 * C::kWarpsK;
+      }
+    }
+    unsigned group[C::kHeld];
+    bool there[C::kHeld];
+#pragma unroll
+    for (int u = 0; u < C::kHeld; ++u) {
+      unsigned const unit = column_ / C::kUnit + held_unit_ + 4 * u;
+      there[u] = unit * C::kUnit < unsigned(p_.k);
+      group[u] = there[u] ? __umulhi(2 * unit, p_.block_inverse) : 0;
+    }
+    // The dtype is asked for once, not for each value.
+    auto const load_as = [&](auto type, void const* data, uint32_t (&to)[C::kTiles][2][C::kHeld]) {
+#pragma unroll
+      for (int i = 0; i < C::kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int u = 0; u < C::kHeld; ++u) {
+            uint32_t const bits = static_cast<decltype(type) const*>(data)[first_group_[i][h] + group[u]];
+            to[i][h][u] = there[u] ? bits : 0;
+          }
+        }
+      }
+    };
+    auto const load_floats = [&](BlockScaledMm::Blocks const& blocks, void const* data, auto& to) {
+      bytes_of(blocks.dtype) == 2 ? load_as(uint16_t(), data, to) : load_as(uint32_t(), data, to);
+    };
+    if (p_.k > 0) {  // without columns there may be no scales
+      load_floats(p_.scale, scale_, held.scales);
+      if (zero_ != nullptr && bytes_of(p_.zero_point.dtype) == 1) load_as(uint8_t(), zero_, held.zeros);
+      if constexpr (C::kFloatZero) {
+        if (zero_ != nullptr && bytes_of(p_.zero_point.dtype) > 1) load_floats(p_.zero_point, zero_, held.zeros);
+      }
+    }
+    column_ += C::kStep;
+  }
+
+ private:
+  __device__ void const* row_pointer(BlockScaledMm::Blocks const& blocks, int l, int n) const {
+    if (blocks.data == nullptr) return nullptr;
+    int64_t const at = l * blocks.batch_stride + int64_t(n) * p_.groups;
+    return static_cast<uint8_t const*>(blocks.data) + at * bytes_of(blocks.dtype);
+  }
+
+  // Weights are read once, and leave the L1 cache to x and scales.
+  __device__ static void load_if(bool there, uint32_t (&to)[4], uint8_t const* from) {
+    asm volatile(
+        "{.reg .pred there; setp.ne.b32 there, %5, 0;"
+        " @there ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+        : "l"(from), "r"(int(there))
+        : "memory");
+  }
+
+  Params const& p_;
+  void const *scale_, *zero_;
+  unsigned column_, held_unit_;
+  uint8_t const* words_[C::kTiles][2];
+  unsigned first_group_[C::kTiles][2];
+};
+
+}  // namespace jax_qmm::block_scaled

@@ -1,0 +1,136 @@
+// jax_qmm_block_scaled_mm: checks the buffers, fills BlockScaledMm, launches or records.
+#include "block_scaled_mm/block_scaled_mm.h"
+
+#include <string_view>
+#include <utility>
+
+#include "ffi/activation.h"
+#include "ffi/buffers.h"
+#include "ffi/device.h"
+#include "ffi/handlers.h"
+#include "ffi/record.h"
+#include "ffi/vectors.h"
+
+namespace jax_qmm {
+namespace {
+
+// How many entries of the batch a buffer needs: as many as the result, or one for all.
+int64_t batch_of(ffi::AnyBuffer const& buffer, BlockScaledMm const& p) {
+  return buffer.dimensions()[0] == 1 ? 1 : p.batch;
+}
+
+ffi::Error read_blocks(ffi::AnyBuffer const& buffer, char const* name, std::initializer_list<DType> dtypes,
+                       BlockScaledMm const& p, BlockScaledMm::Blocks& to) {
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(buffer, name, dtypes));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(buffer, name, 3));
+  // Without columns there may be no block or one of them.
+  int64_t const batch = batch_of(buffer, p), n = p.n, groups = p.k == 0 ? buffer.dimensions()[2] : p.groups();
+  JAX_QMM_RETURN_IF_ERROR(check_shape(buffer, name, {batch, n, groups}));
+  to = {buffer.untyped_data(), *dtype_of(buffer), batch == 1 ? 0 : n * groups};
+  return ffi::Error::Success();
+}
+
+struct Optional {
+  char const* name;
+  ffi::Error (*read)(ffi::AnyBuffer const& buffer, BlockScaledMm& problem);
+};
+
+Optional const kOptional[] = {
+    {"zero_point",
+     [](ffi::AnyBuffer const& buffer, BlockScaledMm& p) {
+       return read_blocks(buffer, "zero_point", {DType::kS8, DType::kF32, DType::kBF16, DType::kF16}, p, p.zero_point);
+     }},
+    {"bias",
+     [](ffi::AnyBuffer const& buffer, BlockScaledMm& p) {
+       NamedVector<BlockScaledMm, Vector> const bias{"bias", Values::kFloat, &BlockScaledMm::n, &BlockScaledMm::bias};
+       return bias.read(buffer, p);
+     }},
+};
+
+ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale, ffi::RemainingArgs optional,
+                ffi::AnyBuffer out, int bits, int block, std::string_view names, std::string_view activation, float low,
+                float high, BlockScaledMm& p) {
+  auto const refuse = [](std::string const& why) { return ffi::Error::InvalidArgument(why); };
+  std::initializer_list<DType> const floats = {DType::kF32, DType::kBF16, DType::kF16};
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(x, "x", floats));
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", floats));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(x, "x", 3));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(w, "w", 3));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(out, "out", 3));
+  int64_t const batch = out.dimensions()[0], m = x.dimensions()[1], n = w.dimensions()[1], k = x.dimensions()[2];
+  JAX_QMM_RETURN_IF_ERROR(check_shape(x, "x", {x.dimensions()[0] == 1 ? 1 : batch, m, k}));
+  JAX_QMM_RETURN_IF_ERROR(check_shape(out, "out", {batch, m, n}));
+  if (bits != 4 && bits != 8) return refuse("bits is " + std::to_string(bits) + "; it needs to be 4 or 8");
+  if (block <= 0 || (block % 16 != 0 && block < k)) {
+    return refuse("block is " + std::to_string(block) + "; it needs to be a multiple of 16, or at least K, " +
+                  std::to_string(k));
+  }
+  if (k > BlockScaledMm::kLongestK || m > kLongest || n > kLongest || batch > kLongest) {
+    return refuse("x has shape " + to_string(x.dimensions()) + " and w " + to_string(w.dimensions()) +
+                  "; K may not exceed " + std::to_string(BlockScaledMm::kLongestK) + ", other dimensions " +
+                  std::to_string(kLongest));
+  }
+  p.m = int(m), p.n = int(n), p.k = int(k), p.batch = int(batch);
+  p.bits = bits, p.block = block;
+  p.in = *dtype_of(x), p.out_dtype = *dtype_of(out);
+  p.x = x.untyped_data(), p.out = out.untyped_data();
+  p.x_batch_stride = x.dimensions()[0] == 1 ? 0 : m * k;
+
+  if (w.element_type() != ffi::U8) return refuse("w needs dtype uint8: packed weights");
+  int64_t const w_batch = batch_of(w, p);
+  JAX_QMM_RETURN_IF_ERROR(check_shape(w, "w", {w_batch, n, p.row_bytes()}));
+  p.w = static_cast<uint8_t const*>(w.untyped_data());
+  p.w_batch_stride = w_batch == 1 ? 0 : n * p.row_bytes();
+  JAX_QMM_RETURN_IF_ERROR(read_blocks(scale, "scale", floats, p, p.scale));
+  JAX_QMM_RETURN_IF_ERROR(read_vectors(optional, names, kOptional, p));
+  return read_activation(activation, low, high, p);
+}
+
+ffi::Error block_scaled_mm(Destination const& destination, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale,
+                           ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out, int32_t bits, int32_t block,
+                           std::string_view names, std::string_view activation, float low, float high) {
+  BlockScaledMm problem{};
+  JAX_QMM_RETURN_IF_ERROR(read(x, w, scale, optional, *out, bits, block, names, activation, low, high, problem));
+  Gpu const* gpu;
+  JAX_QMM_RETURN_IF_ERROR(cuda_error(current_gpu(gpu), "asking what the GPU is"));
+  return destination([&](Submit const& submit, Chosen& chosen) {
+    std::optional<int> const kernel = chosen ? chosen->first : select_block_scaled_mm(problem, *gpu);
+    if (!kernel)
+      return ffi::Error::InvalidArgument("no kernel of this GPU serves x of " + std::to_string(problem.m) + " rows");
+    chosen = {*kernel, 0};
+    cudaError_t const error = launch_block_scaled_mm(problem, *kernel, submit);
+    if (error == cudaSuccess) return ffi::Error::Success();  // before a kernel is put into words
+    return cuda_error(error, describe_block_scaled_mm(*kernel).c_str());
+  });
+}
+
+ffi::Error initialize() {
+  JAX_QMM_RETURN_IF_ERROR(begin_call());
+  return cuda_error(prepare_block_scaled_mm(), "preparing the block_scaled_mm kernels");
+}
+
+// What both stages take.
+template <class Binding>
+auto bind(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()  // x (1 | batch, M, K)
+      .template Arg<ffi::AnyBuffer>()  // w (1 | batch, N, bytes of padded K)
+      .template Arg<ffi::AnyBuffer>()  // scale (1 | batch, N, blocks of K)
+      .RemainingArgs()                 // zero_point (1 | batch, N, blocks of K), bias (1 | batch, N)
+      .template Ret<ffi::AnyBuffer>()  // out (batch, M, N)
+      .template Attr<int32_t>("bits")
+      .template Attr<int32_t>("block")
+      .template Attr<std::string_view>("names")       // of zero_point and bias, where they are given
+      .template Attr<std::string_view>("activation")  // none, clamp, gelu or silu
+      .template Attr<float>("low")                    // of clamp
+      .template Attr<float>("high");
+}
+
+XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize, ffi::Ffi::BindInitialize());
+XLA_FFI_DEFINE_HANDLER(execute_handler, block_scaled_mm, bind(bind_execute()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(record_handler, block_scaled_mm, bind(bind_record()), {ffi::Traits::kCmdBufferCompatible});
+
+AddTarget const target({"jax_qmm_block_scaled_mm", initialize_handler, execute_handler, record_handler});
+
+}  // namespace
+}  // namespace jax_qmm

@@ -1,0 +1,297 @@
+"""Products of float activations and int4 or int8 weights whose scales belong to blocks of columns."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_qmm import _compat, _extension
+from jax_qmm.dtypes import SCALE_DTYPES, WEIGHT_QTYPES
+from jax_qmm.ops import checks, dispatch, matmul_form
+from jax_qmm.ops.checks import Activation
+from jax_qmm.ops.sharding import partitioned
+from jax_qmm.qarray import QArray
+from jax_qmm.reference import activation as activations, block_scaled_mm as reference, packing
+from jax_qmm.reference.quantize import spread
+
+# The public function
+
+
+def block_scaled_mm(
+    x: ArrayLike,
+    w: QArray,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation = None,
+    out_dtype: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> jax.Array:
+    """Computes `activation(x @ w.dequantize().T + bias)` with weights of 4 or 8 bits, read as they are.
+
+    `quantize(weight, jnp.int4, tile_size=128).pack()` makes w: packed, in the order that the kernels read. A w that is
+    not packed is packed at each call, which `explain` shows.
+
+    Sums are float32, and so is what follows them, `y = activation(sums + bias)`, rounded once to `out_dtype`. Each
+    value less its zero point is exact. Of bfloat16 and float16 x the products may be with weights that are rounded to
+    the dtype of x once, in the range of float32: the error is at most that of a product of x with the dequantized
+    weights in its dtype. The reference does not round them.
+
+    Differentiable by x, with one product of the gradient and the dequantized weights, which XLA computes; by bias;
+    and by the scales and float zero points of w, as those of a product with its dequantized weights. The integers are
+    constants.
+
+    Sharded over M or N there is no communication. Sharded over K, at boundaries of blocks (of a packed w, those that
+    are boundaries of 128 columns too), each device sums its part, and one all-reduce of float32 sums comes before the
+    bias and the activation. An operand that is sharded over K in any other way is gathered. The rest is as in
+    `scaled_mm`.
+
+    Args:
+      x: `(..., M, K)`, bfloat16, float16 or float32.
+      w: `QArray` `(N, K)` of int4 or int8, with scales for blocks of K columns or for all of K. The last block may be
+        short. Zero points may be integers or floats.
+      bias: `(N,)`, float32 or `out_dtype`, or None.
+      activation: as in `scaled_mm`.
+      out_dtype: bfloat16, float16 or float32; None for that of x.
+      out_sharding: the sharding of the result, as in `scaled_mm`.
+
+    Returns:
+      `(..., M, N)` of `out_dtype`.
+
+    Raises:
+      TypeError: if an argument is no array, or w no QArray, or has a wrong dtype.
+      ValueError: if a shape does not fit, or w is packed along N.
+
+    >>> import jax.numpy as jnp, jax_qmm
+    >>> w = jax_qmm.quantize(jnp.float32([[7, -3, 0.5], [14, 2, 1]]), jnp.int4, tile_size=2).pack()
+    >>> x = jnp.bfloat16([[1, 1, 2], [0, 1, 0]])
+    >>> jax_qmm.block_scaled_mm(x, w, activation="relu").tolist()
+    [[5.0, 18.0], [0.0, 2.0]]
+    """
+    x = checks.array("x", x, SCALE_DTYPES)
+    if not isinstance(w, QArray):
+        raise TypeError(f"w is a {type(w).__name__}; it needs to be a QArray, as quantize returns it")
+    if w.qtype not in WEIGHT_QTYPES:
+        raise TypeError(f"w has values of {w.qtype}; it needs int4 or int8")
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}; it needs two dimensions or more, (..., M, K)")
+    if w.ndim != 2:
+        raise ValueError(f"w has shape {w.shape}; it needs two dimensions, (N, K)")
+    if x.shape[-1] != w.shape[-1]:
+        raise ValueError(f"x has shape {x.shape} and w {w.shape}; their last dimensions, K, need to be equal")
+    out_dtype = x.dtype if out_dtype is None else checks.out_dtype(out_dtype)
+    if out_dtype not in SCALE_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; it needs to be bfloat16, float16 or float32")
+    if bias is not None:
+        bias = checks.along_columns("bias", checks.array("bias", bias, checks.bias_dtypes(out_dtype)), w)
+    values, scale, zero_point, block = _leaves(w)
+    vectors = {"scale": scale, "zero_point": zero_point, "bias": bias}
+    return weight_product(
+        *(x, values, vectors),
+        qtype=w.qtype,
+        packed=w.is_packed,
+        block=block,
+        activation=checks.activation(activation),
+        out_dtype=out_dtype,
+        out_sharding=_compat.canonicalize_out_sharding(out_sharding, "block_scaled_mm"),
+    )
+
+
+def _leaves(w):
+    """The values of w as `(N, K)`, its scale and zero point as `(N, G)`, and the columns of a block."""
+    n, axis = w.shape[0], w.storage_axes()[0]
+    if axis == 1 and w.is_packed:
+        raise ValueError(f"w is {w}, which is packed along N; it needs to be packed along K, the last axis in memory")
+
+    def of_rows(leaf):
+        if leaf is not None and leaf.shape[axis] != n:  # several rows share a scale
+            leaf = spread(leaf, w.tile_size if axis == 1 else n // leaf.shape[axis], n, axis)
+        return leaf if leaf is None or axis == 0 else leaf.T
+
+    block = w.tile_size if axis == 0 else max(1, w.shape[1] // max(1, w.scale.shape[0]))
+    return w.qvalue if axis == 0 else w.qvalue.T, of_rows(w.scale), of_rows(w.zero_point), block
+
+
+def weight_product(x, w, vectors, *, num_batch=0, **params):
+    """The product of operands that were checked; a vector that is None is absent."""
+    vectors = {name: vector for name, vector in vectors.items() if vector is not None}
+    operands = _compat.align_varying([x, w, *vectors.values()])
+    return block_scaled_mm_p.bind(*operands, names=tuple(vectors), num_batch=num_batch, **params)
+
+
+# The primitive: operands x, w and the vectors that `names` lists, scale first, of the form in `matmul_form`
+
+block_scaled_mm_p = Primitive("block_scaled_mm")
+
+
+def _labels(names):
+    return [reference.LABELS[name] for name in ("x", "w", *names)]
+
+
+# Abstract evaluation
+
+
+def _abstract_eval(*operands, num_batch, out_dtype, out_sharding, **params):
+    return matmul_form.abstract_result("block_scaled_mm", operands, num_batch, out_dtype, out_sharding)
+
+
+# Lowerings: to the kernel, and to the reference; each for the operands that one device holds
+
+
+def _kernel(*operands, names, num_batch, qtype, packed, block, activation, out_dtype):
+    batch, rows, n, _ = matmul_form.sizes(operands, num_batch)
+    x, w, *vectors = operands
+    if not packed:
+        w = packing.pack(w)
+        # A traced zero point may be one that int8 has not; float32 has all that matter.
+        vectors = [v.astype(jnp.float32) if v.dtype == jnp.int32 else v for v in vectors]
+    result = jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)
+    out = jax.ffi.ffi_call(
+        "jax_qmm_block_scaled_mm", result
+    )(
+        *matmul_form.fold([x, w, *vectors], _labels(names), num_batch),
+        bits=np.int32(jnp.iinfo(qtype).bits),
+        block=np.int32(max(block, 1)),  # without columns, blocks have none
+        names=" ".join(names[1:]),
+        activation=activation.name,
+        low=np.float32(activation.low),
+        high=np.float32(activation.high),
+    )
+    return out.reshape(*batch, *rows, n)
+
+
+def _reference(x, w, *vectors, names, **params):
+    return reference.block_scaled_mm(x, w, **dict(zip(names, vectors)), **params)
+
+
+def _unserved(platform, devices, operands, *, num_batch, block, **params):
+    _, rows, _, k = matmul_form.sizes(operands, num_batch)
+    m = math.prod(rows)
+    if why := _extension.fallback_reason(platform, devices, _OLDEST):
+        return why
+    if not isinstance(k, int):
+        return "K is symbolic"
+    if k > _LONGEST_K:
+        return f"K is {k}; kernels serve up to {_LONGEST_K}"
+    if block < k and block % 16:
+        return f"blocks have {block} columns; kernels serve multiples of 16"
+    if operands[0].dtype == jnp.float32 and not (isinstance(m, int) and m <= _FLOAT32_ROWS):
+        return f"x is float32 and has {m} rows; kernels serve up to {_FLOAT32_ROWS}, and any number in 16 bits"
+    return None
+
+
+_LONGEST_K, _FLOAT32_ROWS = 2**19 - 1, 16
+_OLDEST = 80  # compute capability 8.0, the first with tensor cores for bfloat16
+
+
+def _describe(operands, results, *, names, num_batch, qtype, packed, block, activation, **params):
+    _, _, n, k = matmul_form.sizes(operands, num_batch)
+    terms = [*names[1:], *([] if activation == activations.NONE else [str(activation)])]
+    scales = "per channel" if operands[2].shape[-1] == 1 else f"blocks of {block}"
+    order = "packed" if packed else "packed at each call"
+    w = jax.ShapeDtypeStruct((*operands[1].shape[:-1], k), qtype)
+    return f"block_scaled_mm ({', '.join([scales, order, *terms])})", [operands[0], w]
+
+
+def _choice(operands, results, *, names, num_batch, qtype, block, **params):
+    batch, rows, n, k = matmul_form.sizes(operands, num_batch)
+    m, count = math.prod(rows), math.prod(batch)
+    if not all(isinstance(size, int) for size in (m, n, count)):
+        return "kernel, chosen at run time: the shapes are symbolic"
+    zero_point = dict(zip(names, operands[2:])).get("zero_point")
+    zero_dtype = None if zero_point is None else "int8" if zero_point.dtype == jnp.int8 else "float32"
+    bits = jnp.iinfo(qtype).bits
+    return _extension.describe_block_scaled_mm(
+        *(m, n, k, count, operands[0].dtype, results[0].dtype, bits, block, zero_dtype)
+    )
+
+
+# Batching
+
+
+def _batch(operands, dims, *, names, num_batch, out_sharding, **params):
+    operands, num_batch, out_sharding, at = matmul_form.batch_operands(
+        operands, dims, _labels(names), num_batch, out_sharding
+    )
+    return block_scaled_mm_p.bind(*operands, names=names, num_batch=num_batch, out_sharding=out_sharding, **params), at
+
+
+# Differentiation
+
+
+def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
+    """By x, scale, a float zero point and bias, as of a product with the dequantized weight."""
+    out = block_scaled_mm_p.bind(*primals, names=names, activation=activation, out_dtype=out_dtype, **params)
+    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != float0]
+    if not moving:
+        return out, _compat.zero_tangent(out)
+
+    # Rematerialized: the packed weight waits for the backward pass, not its dequantized copy.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def linear(operands, parts):
+        operands = [*operands]
+        for i, part in zip(moving, parts):
+            operands[i] = part
+        return reference.linear(*operands[:2], **dict(zip(names, operands[2:])), **params)
+
+    parts = [primals[i] for i in moving]
+    _, tangent = jax.jvp(functools.partial(linear, primals), (parts,), ([tangents[i] for i in moving],))
+    if activation != activations.NONE:
+        y = block_scaled_mm_p.bind(
+            *primals, names=names, activation=activations.NONE, out_dtype=jnp.dtype(jnp.float32), **params
+        )
+        tangent = activations.tangent(y, tangent, activation)
+    return out, tangent.astype(out_dtype)
+
+
+# Sharding
+
+
+def _partitioned(run, shapes, *, names, num_batch, packed, block, activation, out_dtype, **params):
+    operands, result = matmul_form.factors(shapes, _labels(names), num_batch)
+    local = functools.partial(run, OP, num_batch=num_batch, packed=packed, block=block, **params)
+
+    def across(axes):
+        def sum_over_k(*operands):
+            vectors = dict(zip(names, operands[2:]))
+            bias = vectors.pop("bias", None)
+            sums = local(
+                *(*operands[:2], *vectors.values()),
+                names=tuple(vectors),
+                activation=activations.NONE,
+                out_dtype=jnp.dtype(jnp.float32),
+            )
+            sums = jax.lax.psum(sums, axes)
+            return reference.epilogue(sums, bias, num_batch=num_batch, activation=activation, out_dtype=out_dtype)
+
+        return sum_over_k
+
+    whole = functools.partial(local, names=names, activation=activation, out_dtype=out_dtype)
+    k, blocks = shapes[0][-1], shapes[2][-1]
+    unit = math.lcm(1 if blocks == 1 else block, packing.COLUMNS if packed else 1)
+    units = {"k": k // unit if k % unit == 0 else 1}
+    return partitioned(whole, operands, [result], shapes, over=("k",), across=across, units=units)
+
+
+# Registration
+
+OP = dispatch.Op(
+    name="block_scaled_mm",
+    targets=("jax_qmm_block_scaled_mm",),
+    kernel=_kernel,
+    reference=_reference,
+    unserved=_unserved,
+    describe=_describe,
+    choice=_choice,
+    partitioned=_partitioned,
+)
+dispatch.register(block_scaled_mm_p, OP)
+block_scaled_mm_p.def_abstract_eval(_abstract_eval)
+batching.primitive_batchers[block_scaled_mm_p] = _batch
+ad.primitive_jvps[block_scaled_mm_p] = _jvp

@@ -1,0 +1,88 @@
+"""A product of labelled operands by block_scaled_mm: x (*batch, *rows, K), w (*batch, N, K) -> (*batch, *rows, N)."""
+
+import math
+
+import jax.numpy as jnp
+
+from jax_qmm.dtypes import INT4, WEIGHT_QTYPES
+from jax_qmm.ops.block_scaled_mm import weight_product
+from jax_qmm.ops.product import transposed
+from jax_qmm.ops.product_form import form_of, result, split_bias
+from jax_qmm.qarray import QArray
+from jax_qmm.reference.activation import NONE
+from jax_qmm.reference.packing import COLUMNS
+
+
+def is_weight_only(x: QArray) -> bool:
+    """Whether a QArray is for float activations: int4, packed, with float zero points, or with blocks in its rows."""
+    if x.qtype not in WEIGHT_QTYPES:
+        return False
+    blocks = x.ndim > 0 and x.scale.shape[-1] not in (1, x.stored_shape[-1])
+    float_zero_points = x.zero_point is not None and jnp.issubdtype(x.zero_point.dtype, jnp.floating)
+    return x.qtype == INT4 or x.is_packed or blocks or float_zero_points
+
+
+def unserved(product, lhs, rhs):
+    """Why block_scaled_mm does not take these two operands, a key of `dequantized_dot.REASONS`; None where it does."""
+    if not product.contracted:
+        return "no_contraction"
+    w, own = (lhs, product.lhs) if isinstance(lhs, QArray) else (rhs, product.rhs)
+    stored = dict(zip(own, w.storage_axes()))
+    *outer, inner = sorted(stored[label] for label in product.contracted)
+    sizes, counts = w.stored_shape, w.scale.shape
+    if any(counts[axis] not in (1, sizes[axis]) for axis in range(w.ndim) if axis != inner):
+        return "blocks"
+    several = any(sizes[axis] != 1 for axis in outer)
+    if several and sizes[inner] % _tile(w, inner) != 0:
+        return "blocks"
+    if w.is_packed and (inner != w.ndim - 1 or several and sizes[inner] % COLUMNS != 0):
+        return "packed"
+    return None
+
+
+def _tile(w, axis):
+    """How many values of one axis in memory share a scale."""
+    return w.tile_size if axis == w.ndim - 1 else max(1, w.stored_shape[axis] // max(1, w.scale.shape[axis]))
+
+
+def dot(product, lhs, rhs, bias, static):
+    """The product; a float operand has no static scale."""
+    flipped = isinstance(lhs, QArray)
+    sides = (lhs, product.lhs), (rhs, product.rhs)
+    (x, x_own), (w, w_own) = sides[::-1] if flipped else sides
+    form = form_of(product, lhs, rhs, flipped, product.batch, (w, w_own))
+    x = transposed(x, [x_own.index(label) for label in (*form.batch, *form.rows, *form.contracted)])
+    x = x.reshape(*x.shape[: -len(form.contracted)], math.prod(form.shape(form.contracted)))
+    values, vectors, block = _weight(form, w, w_own)
+    vectors["bias"], late_bias = split_bias(product, form, bias)
+    out = weight_product(
+        *(x, values, vectors),
+        num_batch=len(form.batch),
+        qtype=w.qtype,
+        packed=w.is_packed,
+        block=block,
+        activation=NONE,
+        out_dtype=product.out_dtype if late_bias is None else jnp.dtype(jnp.float32),
+        out_sharding=form.out_sharding(product),
+    )
+    return result(product, form, out, late_bias)
+
+
+def _weight(form, w, own):
+    """The values of w as `(*batch, N, K)`, its scale and zero point as `(*batch, N, G)`, and the columns of a block."""
+    stored = dict(zip(own, w.storage_axes()))
+    axes = [stored[label] for label in (*form.batch, *form.columns, *form.contracted)]
+    columns, first = form.shape(form.columns), len(form.batch) + len(form.columns)
+    merged = lambda x: x.reshape(*x.shape[: len(form.batch)], math.prod(columns), math.prod(x.shape[first:]))
+    shared = all(w.scale.shape[stored[label]] == 1 for label in form.contracted)
+
+    def vector(leaf):
+        leaf = transposed(leaf, axes)
+        blocks = leaf.shape[first:] if shared else (*form.shape(form.contracted[:-1]), leaf.shape[-1])
+        return merged(jnp.broadcast_to(leaf, (*leaf.shape[: len(form.batch)], *columns, *blocks)))
+
+    vectors = {"scale": vector(w.scale)}
+    if w.zero_point is not None:
+        vectors["zero_point"] = vector(w.zero_point)
+    block = max(1, math.prod(form.shape(form.contracted))) if shared else _tile(w, stored[form.contracted[-1]])
+    return merged(transposed(w.qvalue, axes)), vectors, block

@@ -1,0 +1,68 @@
+"""block_scaled_mm once more in plain jax.numpy: the lowering where no kernel runs, and the oracle of the tests."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_qmm.reference import activation as activations, packing, scaled_mm as products
+from jax_qmm.reference.quantize import dequantize, spread
+
+# What each operand has after its batch dimensions: r the rows of x, n those of w, k what is summed, g its blocks.
+LABELS = {"x": "rk", "w": "nk", "scale": "ng", "zero_point": "ng", "bias": "n"}
+
+
+def block_scaled_mm(
+    x, w, scale, zero_point=None, bias=None, *, num_batch=0, qtype, packed, block, activation, out_dtype
+):
+    """`activation(x @ dequantized(w).T + bias)`, with the sums and all that follows them in float32.
+
+    Args:
+      x: `(*B, *R, K)` float, B the first `num_batch` dimensions, R at least one.
+      w: `(*B, N, K)` of `qtype`, or `(*B, N, bytes)` uint8 if `packed`. A dimension of B may be 1 in any operand.
+      scale: `(*B, N, G)` float, G blocks of `block` columns, of which the last may be short.
+      zero_point: int32, int8 or float of the shape of scale, or None.
+      bias: `(*B, N)` float, or None.
+      num_batch: the length of B.
+      qtype: int8 or int4.
+      packed: whether w is in the order of `reference.packing`.
+      block: columns that share a scale.
+      activation: an `Activation`.
+      out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+      `(*B, *R, N)` of `out_dtype`.
+
+    >>> w, scale = jnp.int8([[1, 2, 3]]), jnp.float32([[1, 10]])
+    >>> options = dict(qtype=jnp.int8, packed=False, block=2, activation=activations.NONE, out_dtype=jnp.float32)
+    >>> block_scaled_mm(jnp.float32([[1, 1, 1]]), w, scale, **options).tolist()
+    [[33.0]]
+    """
+    dense = dequantized(w, scale, zero_point, qtype=qtype, packed=packed, block=block, k=x.shape[-1])
+    sums = products.sums(x, dense, num_batch)
+    return epilogue(sums, bias, num_batch=num_batch, activation=activation, out_dtype=out_dtype)
+
+
+def linear(x, w, scale, zero_point=None, bias=None, *, num_batch, out_sharding, **weight):
+    """`x @ dequantized(w).T + bias` in float32, as it is differentiated: of 16-bit x in XLA's default precision."""
+    dense = dequantized(w, scale, zero_point, k=x.shape[-1], **weight)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return _plus(products.sums(x, dense, num_batch, precision, out_sharding), bias, num_batch)
+
+
+def dequantized(w, scale, zero_point, *, qtype, packed, block, k):
+    """`(w - zero_point) * scale` in float32 as `(*B, N, K)`."""
+    if packed:
+        w = packing.unpack(w, qtype, k)
+    if scale.shape[-1] != 1:
+        scale, zero_point = (None if leaf is None else spread(leaf, block, k) for leaf in (scale, zero_point))
+    return dequantize(w, scale, zero_point, jnp.float32)
+
+
+def epilogue(sums, bias, *, num_batch, activation, out_dtype):
+    """The result, given the float32 sums."""
+    return activations.activate(_plus(sums, bias, num_batch), activation).astype(out_dtype)
+
+
+def _plus(sums, bias, num_batch):
+    if bias is None:
+        return sums
+    return sums + jnp.expand_dims(bias, tuple(range(num_batch, sums.ndim - 1))).astype(jnp.float32)

@@ -1,0 +1,96 @@
+"""`python -m jax_qmm bench --scheme w4a16`, on a stand-in for the extension and with times that are given."""
+
+import csv
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jax_qmm import __main__ as command_line
+from jax_qmm.bench import measure, weight_only
+from jax_qmm.schemes import W4A16, W8A16
+
+ARGUMENTS = ["--shapes", "8,256", "16,128", "--m", "1,32"]
+
+
+@pytest.fixture
+def bench(kernels, monkeypatch):
+    """Runs the command, whose products take 13 us and XLA's 26."""
+
+    def jit_us(function, sets):
+        assert len({id(operands[1]) for operands in sets}) > 1
+        jax.block_until_ready(function(*sets[0]))
+        return 26.0 if function is weight_only.xla_bf16 else 13.0
+
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(measure, "jit_us", jit_us)
+    return lambda scheme, *more: command_line.main(["bench", "--scheme", scheme, *ARGUMENTS, *more])
+
+
+@pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a16", 8)])
+def test_the_report(bench, scheme, bits, capsys, tmp_path):
+    assert bench(scheme, "--csv", str(tmp_path / "figures.csv")) == 0
+    out = capsys.readouterr().out
+    assert f"int{bits} weights, blocks of 128" in out
+    _, header, one, many = next(part for part in out.split("\n\n") if "N 8, K 256" in part).splitlines()[-4:]
+    # Values, two blocks of scales for each of 8 columns, x and y take so many us at 1 GB/s
+    us = (8 * 256 * bits // 8 + 4 * 8 * 2 + 2 * 256 + 2 * 8) / 1e3
+    assert one.split()[:7] == ["1", "13.0", f"{us / 13:.0%}", "0.00", "0", "26.0", "(2.00x)"]
+    assert "reference: " in one and "2.00x of 4" in out and "989.5 Tera-ops/s" in out
+    rows = list(csv.DictReader((tmp_path / "figures.csv").open()))
+    assert len(rows) == 4 and rows[0]["roofline_us"] == f"{us:.3f}" and rows[0]["scheme"] == scheme
+    assert (rows[3]["m"], rows[3]["n"], rows[3]["k"], rows[3]["xla_bf16_most_us"]) == ("32", "16", "128", "26.000")
+
+
+def test_operations_bound_large_products(bench):
+    rows = []
+    weight_only.measure_all(W4A16(), [(32, 8, 256)], 1e30, 1e9, rows, [])
+    assert rows[0].roofline_us == pytest.approx(2 * 32 * 8 * 256 / 1e3)
+
+
+def test_what_is_measured_is_the_packed_product():
+    timed = {}
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr(measure, "jit_us", lambda function, sets: timed.setdefault(function.__name__, sets) and 1.0)
+        for call in weight_only.calls(W8A16(), (2, 8, 256), 100.0).values():
+            call()
+    (x, w), (_, other) = timed["block_scaled_mm"][:2]
+    assert w.is_packed and w.shape == (8, 256) and x.dtype == "bfloat16" and (w.qvalue != other.qvalue).any()
+    assert np.unique(w.qvalue).size > 100  # random ones: the clock depends on the operands
+    assert timed["xla_bf16"][0][1].dtype == "bfloat16"
+
+
+def test_an_interrupt_reports_what_there_is(bench, monkeypatch, capsys):
+    left = iter([26.0] * 9)
+    monkeypatch.setattr(measure, "jit_us", lambda *call: next(left, None) or (_ for _ in ()).throw(KeyboardInterrupt))
+    assert bench("w4a16") == 130
+    out = capsys.readouterr().out
+    assert "2 of 4 products were measured" in out and "N 8, K 256" in out and "N 16" not in out
+
+
+def test_a_failure_of_one_leaves_the_rest(bench, monkeypatch, capsys):
+    def jit_us(function, sets):
+        if function is weight_only.xla_bf16 and sets[0][0].shape[0] == 32:
+            raise RuntimeError("out of memory\nmore")
+        return 13.0
+
+    monkeypatch.setattr(measure, "jit_us", jit_us)
+    bench("w4a16")
+    out = capsys.readouterr().out
+    assert "bf16 XLA in jit failed on M 32, N 8, K 256: out of memory\n" in out and "more" not in out
+    assert "1.00x of 2" in out
+
+
+def test_without_a_gpu_it_says_what_it_needs(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command_line.main(["bench", "--scheme", "w4a16"])
+    assert stopped.value.code == 2
+    assert re.search("bench measures the kernels on a GPU, and can't: ", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("more", [["--peers", "xla"], ["--png", "figure.png"]])
+def test_options_of_other_schemes_are_refused(more):
+    with pytest.raises(SystemExit, match="leave --check, --peers and --png out"):
+        command_line.main(["bench", "--scheme", "w8a16", *more])

@@ -1,0 +1,353 @@
+"""The kernels of block_scaled_mm against float64 in numpy, called by their FFI target with weights packed here.
+
+The error that is allowed follows from the arithmetic. Let S be the sum of |x| |q - zero_point| |scale| over K.
+
+- x and integer weights less integer zero points are exact in 16 bits, and so are their products in float32. A sum of K
+  of them is added up in K + 16 steps at most (in tensor cores, of a block's sums, of warps' parts), each of which keeps
+  at least 23 bits: an error of (K + 16) 2^-23 S.
+- A float zero point's difference is rounded to x's dtype once, as a dequantized weight would be: u S more, with u of
+  2^-8 in bfloat16 and 2^-11 in float16, whose subnormals are off by 2^-25 of the scale.
+- With float32 x a dequantized weight has two roundings, for which two of the K + 16 do.
+- The scale, the bias and the result in float32 are a few roundings more, and the result in 16 bits has its own.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_qmm
+from jax_qmm import _extension
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def has_kernels():
+    if reason := _extension.fallback_reason(_extension.platform(), (), 80):
+        pytest.skip(reason)
+
+
+BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
+UNIT = {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-24}  # relative error of a rounding
+BITS = (4, 8)
+
+
+def pack(q, bits):
+    """q (..., N, K) in the order of the kernels, by the place of each column."""
+    k = np.arange(q.shape[-1])
+    padded = -(-q.shape[-1] // 128) * 128
+    part = k % 8 // 2
+    if bits == 4:
+        word, nibble = k % 128 // 32, k % 32 // 8 + 4 * (k % 2)
+        byte, shift = k // 128 * 64 + 16 * part + 4 * word + nibble // 2, 4 * (nibble % 2)
+    else:
+        word, shift = k % 64 // 16, 0 * k
+        byte = k // 64 * 64 + 16 * part + 4 * word + k % 16 // 8 * 2 + k % 2
+    zeros = {4: 0x88, 8: 0x80}[bits]  # q = 0
+    packed = np.full((*q.shape[:-1], padded * bits // 8), zeros, np.uint8)
+    offset = 1 << (bits - 1)
+    for i in range(len(k)):  # the bits of a zero become those of the column
+        value = (q[..., i] + offset).astype(np.uint8) ^ np.uint8(offset)
+        packed[..., byte[i]] ^= value << np.uint8(shift[i])
+    return packed
+
+
+def call(x, w, scale, zero_point=None, bias=None, *, bits, block, activation="none", low=0.0, high=0.0, out_dtype=F32):
+    """Calls the FFI target."""
+    _extension._load()
+    optional = {"zero_point": zero_point, "bias": bias}
+    optional = {name: value for name, value in optional.items() if value is not None}
+    batch = max(x.shape[0], w.shape[0])
+    result = jax.ShapeDtypeStruct((batch, x.shape[1], w.shape[1]), out_dtype)
+    run = jax.ffi.ffi_call("jax_qmm_block_scaled_mm", result)
+    return np.asarray(
+        run(
+            *map(jnp.asarray, (x, w, scale, *optional.values())),
+            bits=np.int32(bits),
+            block=np.int32(block),
+            names=" ".join(optional),
+            activation=activation,
+            low=np.float32(low),
+            high=np.float32(high),
+        )
+    )
+
+
+def dequantized(q, scale, zero_point, block):
+    """In float64."""
+    spread = lambda v: np.repeat(v.astype(np.float64), block, -1)[..., : q.shape[-1]]
+    return (q - (0 if zero_point is None else spread(zero_point))) * spread(scale)
+
+
+def allowed(x, q, scale, zero_point, block, out_dtype=F32):
+    """The result in float64, and its largest error."""
+    x64, w64 = x.astype(np.float64), dequantized(q, scale, zero_point, block)
+    transposed = lambda w: np.swapaxes(w, -1, -2)
+    with np.errstate(over="ignore"):
+        y, total = x64 @ transposed(w64), np.abs(x64) @ transposed(np.abs(w64))
+        error = (x.shape[-1] + 16) * 2.0**-23 * total
+        dtype = x.dtype.type
+        if zero_point is not None and zero_point.dtype != np.int8 and dtype != F32:
+            error += UNIT[dtype] * total
+            if dtype == F16:
+                scales = np.abs(dequantized(np.ones_like(q), scale, None, block))
+                error += 2.0**-25 * (np.abs(x64) @ transposed(scales))
+        error += UNIT[out_dtype] * np.abs(y) + np.finfo(np.float32).tiny
+        if out_dtype == F16:
+            error += 2.0**-25
+    return y, error
+
+
+def operands(seed, m, n, k, dtype, bits, block, zero_point: Any = "none", scale_dtype=F32, batch=(1, 1)) -> Any:
+    """x, q, scale and zero point, of which the extremes of q and zero_point are some."""
+    rng = np.random.default_rng(seed)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    x = rng.standard_normal((batch[0], m, k)).astype(dtype)
+    q = rng.integers(low, high, (batch[1], n, k))
+    groups = (batch[1], n, -(-k // block))
+    scale = (rng.uniform(0.001, 0.02, groups) * rng.choice([-1, 1], groups)).astype(scale_dtype)
+    if zero_point == "none":
+        return x, q, scale, None
+    if zero_point == "int8":
+        return x, q, scale, rng.integers(low, high, groups).astype(np.int8)
+    return x, q, scale, rng.uniform(1.5 * low, 1.5 * high, groups).astype(zero_point)
+
+
+def check(x, q, scale, zero_point, *, bits, block, out_dtype=F32):
+    out = call(x, pack(q, bits), scale, zero_point, bits=bits, block=block, out_dtype=out_dtype)
+    y, error = allowed(x, q, scale, zero_point, block, out_dtype)
+    assert np.all(np.abs(out.astype(np.float64) - y) <= error)
+    return out
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65])
+def test_rows_around_the_tiles(m, bits):
+    check(*operands(m, m, 37, 328, BF16, bits, 128, "int8"), bits=bits, block=128)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("zero_point", ["none", "int8", F32])
+@pytest.mark.parametrize("block", [16, 32, 48, 64, 128, 256, 416, 4096])
+def test_blocks_and_zero_points(block, zero_point, dtype, bits):
+    check(*operands(block, 3, 33, 416, dtype, bits, min(block, 416), zero_point), bits=bits, block=block)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 1), (16, 15), (31, 127), (33, 129), (130, 1000), (5, 1031), (257, 64), (8, 2080)]
+)
+def test_ragged_n_and_k(n, k, bits):
+    """Odd K, too, whose rows start anywhere."""
+    check(*operands(n, 5, n, k, F16, bits, 32, "int8"), bits=bits, block=32)
+
+
+@pytest.mark.parametrize("scale_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("zero_point", ["none", "int8", BF16, F16, F32])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_dtypes_of_scales_and_zero_points(dtype, zero_point, scale_dtype):
+    check(*operands(1, 9, 40, 200, dtype, 4, 64, zero_point, scale_dtype), bits=4, block=64)
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, F16, F32])
+def test_dtypes_of_the_result(out_dtype):
+    for dtype in (BF16, F16):
+        check(*operands(2, 4, 50, 256, dtype, 4, 128), bits=4, block=128, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("batch", [(3, 3), (3, 1), (1, 3)])
+def test_batches(batch):
+    check(*operands(3, 4, 35, 136, BF16, 8, 64, "int8", batch=batch), bits=8, block=64)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("zero_point", ["none", "int8", F32, F16])
+@pytest.mark.parametrize(
+    ("m", "k", "block"), [(1, 328, 16), (3, 1031, 64), (4, 128, 128), (7, 300, 300), (16, 416, 48)]
+)
+def test_float32_x(m, k, block, zero_point, bits):
+    check(*operands(m, m, 37, k, F32, bits, block, zero_point), bits=bits, block=block)
+
+
+def test_every_weight_and_integer_zero_point():
+    """One column at a time: a result is x (q - zero_point) scale, and exact."""
+    for bits in BITS:
+        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+        q = np.tile(np.arange(low, high), (16, 1)).T.reshape(1, -1, 16)  # of a row all the same
+        zeros = np.unique(np.array([low, low + 1, -1, 0, 1, high - 2, high - 1]))
+        for zero in zeros:
+            scale = np.full((1, q.shape[1], 1), 0.5, F32)
+            zero_point = np.full(scale.shape, zero, np.int8)
+            for dtype in (BF16, F16):
+                x = np.eye(1, 16, zero % 16).astype(dtype)[None]
+                out = call(x, pack(q, bits), scale, zero_point, bits=bits, block=16)
+                np.testing.assert_array_equal(out[0, 0], 0.5 * (q[0, :, 0] - zero))
+
+
+def test_each_column_is_multiplied_by_its_own_scale():
+    for bits in BITS:
+        k, block = 300, 16
+        q = np.ones((1, 4, k), int)
+        scale = 2.0 ** (np.arange(4 * 19).reshape(1, 4, 19) % 23 - 11).astype(F32)
+        for dtype in (BF16, F16):
+            x = np.eye(k).astype(dtype)[None]
+            out = call(x, pack(q, bits), scale, bits=bits, block=block)
+            np.testing.assert_array_equal(out[0].T, np.repeat(scale[0], block, -1)[:, :k])
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_huge_x_and_scales(bits):
+    """Nothing overflows inside that is finite outside."""
+    for dtype, huge in ((F16, 65504), (BF16, 3.0e38)):
+        x, q, scale, _ = operands(5, 3, 20, 192, dtype, bits, 64)
+        x[0, 1, 7] = huge
+        for factor in (0.1, 1e-3, 2.0**-120):
+            check(x, q, (scale * factor).astype(F32), None, bits=bits, block=64)
+        zero_point = np.random.default_rng(6).uniform(-20, 20, scale.shape).astype(F32)
+        check(x, q, (scale * 2.0**-10).astype(F32), zero_point, bits=bits, block=64)
+    x, q, scale, _ = operands(6, 3, 20, 192, F16, bits, 64)
+    check(x, q, scale * F32(1e8), None, bits=bits, block=64)  # weights that float16 doesn't reach
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_float_zero_points_of_any_size(dtype):
+    """Offsets much larger than the range of q times the scale."""
+    for factor in (1e3, 1e5, 1e9):
+        x, q, scale, _ = operands(7, 3, 20, 192, dtype, 4, 64)
+        zero_point = (factor * np.random.default_rng(7).uniform(-1, 1, scale.shape)).astype(F32)
+        check(x, q, scale, zero_point, bits=4, block=64)
+
+
+def test_subnormal_scales():
+    for dtype, scale_dtype, factor in ((BF16, F32, 2.0**-125), (F16, F16, 2.0**-12)):
+        x, q, scale, _ = operands(8, 3, 20, 192, dtype, 4, 64)
+        scale = (np.sign(scale) * factor * 0.01).astype(scale_dtype)
+        y, error = allowed(x, q, scale, None, 64)
+        out = call(x, pack(q, 4), scale, bits=4, block=64)
+        assert np.all(np.abs(out - y) <= error - np.finfo(np.float32).tiny + 64 * 2.0**-149)
+
+
+@pytest.mark.parametrize("special", [np.nan, np.inf])
+def test_specials_stay_in_their_row(special):
+    for dtype, zero_point in ((BF16, "int8"), (F16, F32)):
+        x, q, scale, zero_point = operands(9, 19, 40, 136, dtype, 4, 32, zero_point)
+        clean = call(x, pack(q, 4), scale, zero_point, bits=4, block=32)
+        x[0, 4, 60] = special
+        out = call(x, pack(q, 4), scale, zero_point, bits=4, block=32)
+        assert not np.isfinite(out[0, 4]).any()
+        np.testing.assert_array_equal(np.delete(out, 4, 1), np.delete(clean, 4, 1))
+
+
+@pytest.mark.parametrize("bias_dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("activation", "low", "high"),
+    [("none", 0, 0), ("clamp", -0.25, 0.5), ("clamp", 0, np.inf), ("gelu", 0, 0), ("silu", 0, 0)],
+)
+def test_bias_and_activation(activation, low, high, bias_dtype, oracle):
+    x, q, scale, zero_point = operands(10, 17, 40, 136, BF16, 4, 64, "int8")
+    bias = np.random.default_rng(10).standard_normal((1, 40)).astype(bias_dtype)
+    y, error = allowed(x, q, scale, zero_point, 64)
+    y = y + bias[:, None].astype(np.float64)
+    error = error + 2.0**-23 * np.abs(y)
+    name = {"none": None, "clamp": (low, high)}.get(activation, activation)
+    expected = oracle.activated(y, name).astype(np.float64)
+    kwargs = dict(activation=activation, low=low, high=high)
+    out = call(x, pack(q, 4), scale, zero_point, bias, bits=4, block=64, **kwargs)
+    # The activations' slopes are at most 1.13, and output.cuh has their errors.
+    assert np.all(np.abs(out - expected) <= 1.13 * error + 2.0**-20 * np.abs(y))
+
+
+def test_results_do_not_change_from_run_to_run():
+    x, q, scale, zero_point = operands(11, 5, 70, 1100, BF16, 4, 32, "int8")
+    first, second = (call(x, pack(q, 4), scale, zero_point, bits=4, block=32) for _ in range(2))
+    assert first.tobytes() == second.tobytes()
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    x, q, scale, zero_point = operands(12, 8, 70, 1100, BF16, 8, 128, "int8")
+    whole = call(x, pack(q, 8), scale, zero_point, bits=8, block=128)
+    one = call(x[:, 3:4], pack(q, 8), scale, zero_point, bits=8, block=128)
+    np.testing.assert_array_equal(whole[:, 3:4], one)
+
+
+def test_empty():
+    for m, n, k in ((0, 5, 64), (3, 0, 64), (3, 5, 0)):
+        x, q, scale, _ = operands(13, m, n, k, BF16, 4, 32)
+        bias = np.arange(n, dtype=F32)[None]
+        out = call(x, pack(q, 4), scale, None, bias, bits=4, block=32)
+        np.testing.assert_array_equal(out, np.broadcast_to(bias if k == 0 else out, (1, m, n)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(bits=3), "bits is 3; it needs to be 4 or 8"),
+        (dict(block=24), "block is 24; it needs to be a multiple of 16, or at least K, 64"),
+        (dict(block=16), "scale has shape"),
+        (dict(bits=8), "w has shape"),
+        (dict(activation="tanh"), "activation is"),
+        (dict(bias=np.zeros((1, 7), F32)), "bias has shape"),
+        (dict(zero_point=np.zeros((1, 8, 2), np.int32)), "zero_point has XLA's dtype"),
+    ],
+)
+def test_bad_operands(wrong, message):
+    x, q, scale, _ = operands(14, 2, 8, 64, BF16, 4, 32)
+    kwargs = dict(bits=4, block=32) | wrong
+    with pytest.raises(Exception, match=message):
+        call(x, pack(q, 4), scale, kwargs.pop("zero_point", None), kwargs.pop("bias", None), **kwargs)
+
+
+# The public function
+
+
+def quantized(q, scale, zero_point, block, bits):
+    """The QArray of the first entry of a batch."""
+    values = jnp.asarray(q[0].astype(np.int8)).astype({4: jnp.int4, 8: jnp.int8}[bits])
+    if zero_point is not None:
+        zero_point = jnp.asarray(zero_point[0].astype(np.int32 if zero_point.dtype == np.int8 else zero_point.dtype))
+    return jax_qmm.QArray(values, jnp.asarray(scale[0]), zero_point, tile_size=block)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("zero_point", ["none", "int8", F32])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_public_function_runs_on_the_kernel(dtype, zero_point, bits):
+    x, q, scale, zero_point = operands(20, 6, 45, 200, dtype, bits, 32, zero_point)
+    w = quantized(q, scale, zero_point, 32, bits)
+    y, error = allowed(x, q, scale, zero_point, 32)
+    for weight in (w, w.pack()):
+        f = lambda x: jax_qmm.block_scaled_mm(x, weight, out_dtype=jnp.float32)
+        (row,) = jax_qmm.explain(f, x.reshape(2, 3, 200)).rows
+        assert f" int{bits} weights" in row.runs_on
+        out = np.asarray(jax.jit(f)(x.reshape(2, 3, 200))).reshape(y.shape)
+        assert np.all(np.abs(out - y) <= error)
+
+
+def test_public_function_with_batched_operands():
+    x, q, scale, zero_point = operands(21, 4, 20, 96, BF16, 4, 32, "int8", batch=(3, 3))
+    ws = [quantized(q[i:], scale[i:], zero_point[i:], 32, 4).pack() for i in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ws)
+    f = lambda x, w: jax_qmm.block_scaled_mm(x, w, out_dtype=jnp.float32)
+    y, error = allowed(x, q, scale, zero_point, 32)
+    assert np.all(np.abs(jax.vmap(f)(x, stacked) - y) <= error)
+    shared, shared_error = allowed(x, q[:1], scale[:1], zero_point[:1], 32)
+    assert np.all(np.abs(jax.vmap(f, (0, None))(x, ws[0]) - shared) <= shared_error)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "block", "why"),
+    [
+        (17, 64, 32, "x is float32 and has 17 rows; kernels serve up to 16, and any number in 16 bits"),
+        (2, 64, 24, "blocks have 24 columns; kernels serve multiples of 16"),
+        (2, 2**19, 2**19, "K is 524288; kernels serve up to 524287"),
+    ],
+)
+def test_what_the_kernels_do_not_serve(m, k, block, why):
+    w = jax_qmm.QArray(jnp.zeros((1, k), jnp.int4), jnp.ones((1, -(-k // block))), tile_size=block)
+    (row,) = jax_qmm.explain(jax_qmm.block_scaled_mm, jax.ShapeDtypeStruct((m, k), jnp.float32), w).rows
+    assert why in row.runs_on

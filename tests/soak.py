@@ -1,0 +1,248 @@
+"""Compares random calls of the products and quantizers with the reference, for as long as asked.
+
+    python tests/soak.py --minutes 10 --processes 6
+
+Every call has a random op, shape, dtype, epilogue and layout of scales. int8 must agree bit for bit; fp8, gelu and silu
+within their rounding. The sums are numpy's in float64, exact for int8; the rest is the reference's, on the CPU.
+It prints how many calls of each kind there were, and ends with code 1 at the first wrong result, whose seed repeats it.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import math
+import multiprocessing
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_qmm
+from jax_qmm.reference import activation as activations, scaled_mm as reference
+from jax_qmm.reference.quantize import quantize_dynamic, quantize_static, sums as sums_of
+from jax_qmm.selftest import FP8_TOLERANCE
+
+OUT_DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "int32")
+ACTIVATIONS = (None, None, "relu", "relu6", (-3.0, 5.0), "gelu", "silu")
+ZERO_POINTS = (None, None, "per tensor", "per token", "both sides")
+
+
+def size(rng, most):
+    """A random length: often small, often a multiple of 16, at times 0."""
+    if rng.random() < 0.02:
+        return 0
+    length = int(math.exp(rng.uniform(0, math.log(most))))
+    return length if rng.random() < 0.5 else 16 * math.ceil(length / 16)
+
+
+def draw_product(rng):
+    """The kind of a product, its options and operands."""
+    dtype = str(rng.choice(["int8", "float8_e4m3fn"]))
+    out = str(rng.choice(OUT_DTYPES[: 6 if dtype == "int8" else 5]))
+    zero_points = ZERO_POINTS[rng.integers(len(ZERO_POINTS))] if dtype == "int8" and out != "int32" else None
+    m, n, k, batch = size(rng, 1024), size(rng, 2048), size(rng, 6144), int(rng.choice([0, 0, 1, 3]))
+    lead = (batch,) if batch else ()
+    each_b = lead if rng.random() < 0.5 else ()
+    if dtype == "int8":
+        a, b = (rng.integers(-128, 128, shape, np.int8) for shape in ((*lead, m, k), (*each_b, n, k)))
+    else:
+        a, b = (
+            rng.standard_normal((*s,), np.float32).astype(jnp.dtype(dtype)) for s in ((*lead, m, k), (*each_b, n, k))
+        )
+    operands = {"a": a, "b": b}
+    options = {"out_dtype": out}
+    if out == "int32":
+        return f"{dtype} to int32", zero_points, options, operands
+    scale_dtype = jnp.dtype(str(rng.choice(["float32", "bfloat16", "float16"])))
+    unit = 1 / math.sqrt(max(k, 1)) / (5000 if dtype == "int8" else 1)
+    rows, columns = rng.random() < 0.5, rng.random() < 0.5
+    operands["scale_a"] = rng.uniform(-2, 2, (*lead, m) if rows else ()).astype(scale_dtype)
+    operands["scale_b"] = np.asarray(rng.uniform(-2, 2, n if columns else ()) * unit * 100).astype("f") / 100
+    if rng.random() < 0.5:
+        operands["bias"] = rng.uniform(-2, 2, n).astype("f")
+    options["activation"] = ACTIVATIONS[rng.integers(len(ACTIVATIONS))]
+    if dtype != "int8" and rng.random() < 0.3:
+        options["precision"] = "highest"
+    if jnp.dtype(out).itemsize == 1:
+        operands["out_scale"] = np.float32(rng.uniform(0.01, 0.1))
+    if out == "int8":
+        operands["out_zero_point"] = np.int32(rng.integers(-20, 20))
+    if zero_points == "per tensor":
+        operands["azp"] = np.int32(rng.integers(-128, 128))
+    elif zero_points:
+        operands["azp"] = rng.integers(-128, 128, (*lead, m), np.int32)
+    if zero_points == "both sides":
+        operands["azp_b"] = rng.integers(-128, 128, n, np.int32)
+    words = [f"{dtype} to {out}", *([f"zero points {zero_points}"] if zero_points else [])]
+    return ", ".join(words), zero_points, options, operands
+
+
+def by_kernels(zero_points, options, a, b, scale_a=1.0, scale_b=1.0, bias=None, azp=None, azp_b=None, **output):
+    options = options | output
+
+    def product(a, b, scale_a, azp):
+        if zero_points == "both sides":
+            return jax_qmm.scaled_mm_zero_points(a, b, scale_a, scale_b, azp, azp_b, bias, **options)
+        if zero_points == "per token":
+            adj = jax_qmm.azp_adjustment(b)
+            return jax_qmm.scaled_mm_azp_per_token(a, b, scale_a, scale_b, adj, azp, bias, **options)
+        if zero_points:
+            adj = azp * jax_qmm.azp_adjustment(b)
+            return jax_qmm.scaled_mm_azp(a, b, scale_a, scale_b, adj, bias, **options)
+        return jax_qmm.scaled_mm(a, b, scale_a, scale_b, bias, **options)
+
+    if a.ndim == 2:
+        return product(a, b, scale_a, azp)
+    axes = 0, 0 if b.ndim == 3 else None, 0 if jnp.ndim(scale_a) else None, 0 if azp is not None and azp.ndim else None
+    return jax.vmap(product, axes)(a, b, scale_a, azp)
+
+
+def expected(options, a, b, scale_a=1.0, scale_b=1.0, bias=None, azp=None, azp_b=None, **output):
+    """The result; by how much a kernel's may differ from it, or None where it may not."""
+    exact = a.dtype == jnp.int8
+    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+    if azp is not None:
+        wide_a = wide_a - np.asarray(azp, np.float64)[..., None]
+    if azp_b is not None:
+        wide_b = wide_b - azp_b[:, None]
+    sums = wide_a @ np.swapaxes(wide_b, -1, -2)
+    out_dtype = jnp.dtype(options["out_dtype"])
+    if out_dtype == jnp.int32:
+        return sums.astype(np.int64).astype(np.int32), None
+    named = options["activation"]
+    activation = activations.Activation("clamp", *named) if isinstance(named, tuple) else activations.NAMED.get(named)
+    activation = activation or activations.NONE
+    sums = jnp.asarray(sums.astype(np.int64).astype(np.int32) if exact else sums.astype(np.float32))
+    vectors = {"scale_a": jnp.asarray(scale_a).reshape(np.shape(scale_a) or (1,) * (a.ndim - 1))}
+    vectors["scale_b"] = jnp.asarray(scale_b).reshape(np.shape(scale_b) or (1,))
+    if bias is not None:
+        vectors["bias"] = bias
+    if a.ndim == 3:  # of the whole batch
+        vectors = {name: x if name == "scale_a" else x[None] for name, x in vectors.items()}
+        output = {name: jnp.asarray(x)[None] for name, x in output.items()}
+    num_batch = a.ndim - 2
+    smooth = activation.name in ("gelu", "silu")
+    if exact and not smooth:
+        given = vectors | {name: jnp.asarray(x) for name, x in output.items()}
+        return reference.epilogue(sums, num_batch=num_batch, out_dtype=out_dtype, activation=activation, **given), None
+    before = reference.epilogue(sums, num_batch=num_batch, out_dtype=jnp.float32, **vectors)
+    want = np.asarray(activations.activate(before, activation), np.float64)
+    off = 2.0**-19 * np.abs(before) + 2.0**-119 if smooth else np.zeros_like(want)
+    if not exact:
+        # an activation's slope is below 1.13
+        total = np.abs(a.astype("f")) @ np.swapaxes(np.abs(b.astype("f")), -1, -2)
+        scale = np.abs(np.asarray(scale_a, "f")[..., None] * np.asarray(scale_b, "f"))
+        off = off + 1.13 * FP8_TOLERANCE * scale * total + 2.0**-20
+    if out_dtype.itemsize == 1:
+        step, zero_point = float(np.ravel(output["out_scale"])[0]), np.ravel(output.get("out_zero_point", 0))[0]
+        want, off = want / step + zero_point, off / step
+        low, high = (-128, 127) if out_dtype == jnp.int8 else (-448, 448)
+        want = np.clip(want, low, high)
+        rounding = 0.5 if out_dtype == jnp.int8 else np.maximum(2.0**-4 * (np.abs(want) + off), 2.0**-10)
+        return want, off + rounding * 1.0001
+    return want, off + float(jnp.finfo(out_dtype).eps) * np.abs(want) + float(jnp.finfo(out_dtype).tiny)
+
+
+def bits(x):
+    return np.ascontiguousarray(x).view(f"u{x.itemsize}")
+
+
+def check_product(rng, cpu):
+    """Compares one product; gives its kind in words, and what is wrong or ""."""
+    kind, zero_points, options, operands = draw_product(rng)
+    got = jax.jit(lambda given: by_kernels(zero_points, options, **given))(operands)
+    with jax.default_device(cpu):
+        want, off = expected(options, **operands)
+    got, want = np.asarray(got), np.asarray(want)
+    if off is None:
+        wrong = bits(got) != bits(want)
+    else:
+        wrong = ~(np.abs(got.astype(np.float64) - want) <= off) & ~(np.isinf(got.astype("f")) & (np.abs(want) > 6e4))
+    shapes = {name: jnp.shape(x) for name, x in operands.items()}
+    return kind, f"{kind}, {options}, {shapes}: {wrong.sum()} of {wrong.size} wrong" if wrong.any() else ""
+
+
+def check_quantize(rng, cpu):
+    """Compares one quantizer, bit for bit."""
+    rows, columns = size(rng, 1024), size(rng, 32768)
+    dtype, qtype = str(rng.choice(["float32", "bfloat16", "float16"])), str(rng.choice(["int8", "float8_e4m3fn"]))
+    symmetric, per_row, static = (bool(rng.random() < 0.5) for _ in range(3))
+    symmetric |= qtype != "int8"
+    spread = 10.0 ** rng.uniform(-3, 3)
+    x = (rng.standard_normal((rows, columns), np.float32) * spread + spread * rng.uniform(-1, 1)).astype(
+        jnp.dtype(dtype)
+    )
+    if x.size and rng.random() < 0.1:
+        x[rng.integers(rows), rng.integers(columns)] = rng.choice([np.nan, np.inf, -np.inf, 0])
+    axes = (1,) if per_row else (0, 1)
+    given = {"qtype": jnp.dtype(qtype), "axis": axes, "symmetric": symmetric}
+    parameters = []
+    if static:
+        shape = (rows, 1) if per_row else (1, 1)
+        parameters.append(rng.uniform(0.5, 2, shape).astype("f") * np.float32(spread / 40))
+        if not symmetric:
+            parameters.append(rng.integers(-128, 128, shape, np.int32))
+    want_sums = qtype == "int8" and bool(rng.random() < 0.3)
+
+    def quantized(x, *parameters):
+        named = dict(zip(("scale", "zero_point"), parameters))
+        q = jax_qmm.quantize(x, sums=want_sums, **given, **named)
+        return [leaf for leaf in (q.qvalue, q.scale, q.zero_point, q.azp_adj) if leaf is not None]
+
+    def by_reference(x, *parameters):
+        if static:
+            scale, zero_point = (*parameters, None)[:2]
+            leaves = [quantize_static(x, scale, zero_point, given["qtype"]), scale, zero_point]
+        else:
+            leaves = [*quantize_dynamic(x, given["qtype"], axes, symmetric)]
+        return [leaf for leaf in (*leaves, sums_of(leaves[0], axes) if want_sums else None) if leaf is not None]
+
+    got = jax.jit(quantized)(x, *parameters)
+    with jax.default_device(cpu):
+        want = jax.jit(by_reference)(x, *parameters)
+    kind = f"quantize {dtype} to {qtype}, {'static' if static else 'dynamic'}"
+    for leaf, (mine, other) in enumerate(zip(map(np.asarray, got), map(np.asarray, want), strict=True)):
+        same = (bits(mine) == bits(other)) | (np.isnan(mine.astype("f")) & np.isnan(other.astype("f")))
+        if not same.all():
+            return kind, f"{kind}, {given}, {x.shape}: leaf {leaf}, {(~same).sum()} of {same.size} wrong"
+    return kind, ""
+
+
+def soak(seed, seconds):
+    """Calls until the time is over: the counts by kind, and what was wrong or ""."""
+    os.environ["JAX_QMM_STRICT"] = "1"  # a call on the reference would compare it with itself
+    cpu, counts, until, wrong, number = jax.devices("cpu")[0], collections.Counter(), time.monotonic() + seconds, "", 0
+    while time.monotonic() < until and not wrong:
+        rng = np.random.default_rng((seed, number))
+        kind, wrong = (check_quantize if rng.random() < 0.25 else check_product)(rng, cpu)
+        wrong = wrong and f"seed {seed}, call {number}: {wrong}"
+        counts[kind] += 1
+        number += 1
+        if number % 200 == 0:
+            jax.clear_caches()  # of programs that will not come again
+            print(f"process {seed}: {number} calls", flush=True)
+    return counts, wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Compares random calls with the reference.")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0, help="of the first process; the others have the next ones")
+    args = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    seeds = range(args.seed, args.seed + args.processes)
+    with concurrent.futures.ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        found = list(pool.map(soak, seeds, [60 * args.minutes] * args.processes))
+    counts = sum((of for of, _ in found), collections.Counter())
+    for kind, count in sorted(counts.items()):
+        print(f"{count:7} {kind}")
+    failures = [wrong for _, wrong in found if wrong]
+    print(f"{counts.total()} calls, {len(failures)} wrong", *failures, sep="\n")
+    raise SystemExit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
