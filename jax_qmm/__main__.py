@@ -177,7 +177,7 @@ def run_bench(*, scheme, model, shapes, m, dtype, peers, check, **options) -> No
     elif model or shapes:
         sys.exit("--check takes its products from the file: leave --model and --shapes out")
     else:
-        named = [p for p in check.us if (not m or p.m in m) and run.report.KINDS[p.dtype] in dtype]
+        named = [p for p in check.us if (not m or p.m in m) and run.KINDS[p.dtype] in dtype]
         run.main(products=named, peers=peers or [], reference=check, **options)
 
 

@@ -52,17 +52,21 @@ def read(path: Path) -> Reference:
 
 def slower(rows: Sequence[report.Row], reference: Reference) -> list[report.Row]:
     """The rows whose median is beyond the slowest turn of the reference by more than TOLERANCE."""
-    return [row for row in rows if row.us["ours"] > (1 + TOLERANCE) * reference.us[row.product][1]]
+    return [row for row in rows if row.us["ours"] > (1 + TOLERANCE) * _there(row, reference)[1]]
+
+
+def _there(row, reference):
+    return reference.us[product(*row.shape, DTYPES[row.columns["dtype"]], row.columns["out_dtype"])]
 
 
 def table(slower: Sequence[report.Row], count: int, reference: Reference) -> str:
     """What became slower, of `count` products."""
     lines = []
     for row in slower:
-        us, (median, most) = row.us["ours"], reference.us[row.product]
-        shape = map(str, row.product[:3])
+        us, (median, most) = row.us["ours"], _there(row, reference)
+        shape = map(str, row.shape)
         times = (report.format_us(of) for of in (us, median, most))
-        lines.append((report.KINDS[row.product.dtype], *shape, *times, f"{us / median:.2f}x", row.kernel))
+        lines.append((row.kind, *shape, *times, f"{us / median:.2f}x", row.kernel))
     words = f"{len(slower)} of {count} products are more than {TOLERANCE:.0%} slower than their slowest turn in "
     words += str(reference.path)
     if not lines:

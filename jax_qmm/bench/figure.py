@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from jax_qmm.bench.report import KINDS, LABELS, Row
+from jax_qmm.bench.report import Row
 
 COLORS = {"int8": "C0", "fp8": "C1", "bf16": "0.5"}
 # Dash, marker and width by what is measured; the last is drawn on top. XLA's time is that in jit.
@@ -22,8 +22,8 @@ STYLES = {
 
 def draw(rows: Sequence[Row], title: str) -> Figure:
     """A panel for each weight, a line for each kernel; bfloat16 ones against the same 8-bit roofline."""
-    weights = list(dict.fromkeys((row.product.n, row.product.k) for row in rows))
-    ticks = sorted({row.product.m for row in rows})
+    weights = list(dict.fromkeys(row.shape[1:] for row in rows))
+    ticks = sorted({row.shape[0] for row in rows})
     columns = min(4, math.ceil(math.sqrt(len(weights))))
     lines = math.ceil(len(weights) / columns)
     drawing = Figure(figsize=(max(8, 4 * columns), 1.2 + 3 * lines), layout="constrained")
@@ -31,7 +31,7 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
     panels = drawing.subplots(lines, columns, sharey=True, squeeze=False)
     labelled = {}
     for axes, (n, k) in zip(panels.flat, weights):
-        inside = [row for row in rows if (row.product.n, row.product.k) == (n, k)]
+        inside = [row for row in rows if row.shape[1:] == (n, k)]
         for label, (shares, color, name) in _lines(inside).items():
             dash, marker, width = STYLES[name]
             m = sorted(shares)
@@ -73,8 +73,8 @@ def _lines(rows):
     for name in STYLES:
         for row in rows:
             if name in row.us:
-                kind = "bf16" if name.endswith("bf16") else KINDS[row.product.dtype]
-                label = LABELS[name][0] if kind == "bf16" else f"{LABELS[name][0]}, {kind}"
+                kind = "bf16" if name.endswith("bf16") else row.kind
+                label = row.labels[name][0] + (f", {kind}" if kind != "bf16" else "")
                 points, *_ = found.setdefault(label, ({}, COLORS[kind], name))
-                points[row.product.m] = row.share(name)
+                points[row.shape[0]] = row.share(name)
     return found

@@ -3,26 +3,14 @@
 import csv
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from jax_qmm.bench.measure import nbytes
-from jax_qmm.bench.shapes import DTYPES
 from jax_qmm.text_table import format_table
-from jax_qmm.tuning import Product
 
-# What is measured: its name in tables, and what of ours its time is compared with.
-LABELS = {
-    "ours": ("jax_qmm", None),
-    "cublaslt": ("cuBLASLt", "ours"),
-    "cublaslt_tensorwise": ("cuBLASLt tensorwise", "ours"),
-    "cublas_bf16": ("bf16 cuBLAS", "ours"),
-    "jit": ("jax_qmm in jit", None),
-    "xla": ("XLA in jit", "jit"),
-    "xla_bf16": ("bf16 XLA in jit", "jit"),
-}
-KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+Shape = tuple[int, int, int]  # M, N, K
+Labels = Mapping[str, tuple[str, str | None]]  # by key: the name in tables, and the key that it is compared with
 
 
 @dataclasses.dataclass
@@ -30,15 +18,23 @@ class Row:
     """One product and its times.
 
     Attributes:
-      product: its shape and dtypes.
+      kind: of its operands, in a word.
+      shape: M, N and K.
+      columns: what the CSV says of it before its shape.
       kernel: the kernel chosen and why, in words.
-      roofline_us: microseconds by `measure.roofline_us`.
-      times: microseconds of each turn by key of `LABELS`; what is not there was not measured.
+      nbytes: of the operands and the result.
+      roofline_us: microseconds of the bytes, or of the operations at the peak.
+      labels: what may be measured; "ours" is what the table compares with the roofline.
+      times: microseconds of each turn by key of `labels`; what is not there was not measured.
     """
 
-    product: Product
+    kind: str
+    shape: Shape
+    columns: Mapping[str, str]
     kernel: str
+    nbytes: int
     roofline_us: float
+    labels: Labels
     times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -51,8 +47,8 @@ class Row:
         return self.roofline_us / self.us[name]
 
     def speedup(self, name: str) -> float | None:
-        """How many times as long `name` takes as ours does, measured in the same way."""
-        mine = LABELS[name][1]
+        """How many times as long `name` takes as what it is compared with."""
+        mine = self.labels[name][1]
         return self.us[name] / self.us[mine] if mine in self.us and name in self.us else None
 
 
@@ -85,26 +81,25 @@ def format_us(microseconds: float | None) -> str:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
-    """A table for each dtype and weight; each peer's time has in parentheses how many times ours it is."""
-    others = [name for name in LABELS if name != "ours"]
-    header = ("M", "us", "roofline", "TB/s", "Tera-ops/s", *(LABELS[name][0] for name in others), "kernel")
-    for key, group in itertools.groupby(rows, lambda row: (row.product.dtype, row.product.n, row.product.k)):
-        dtype, n, k = key
+    """A table for each kind and weight; each peer's time has in parentheses how many times ours it is."""
+    others = [name for name in rows[0].labels if name != "ours"]
+    header = ("M", "us", "roofline", "TB/s", "Tera-ops/s", *(rows[0].labels[name][0] for name in others), "kernel")
+    for (kind, n, k), group in itertools.groupby(rows, lambda row: (row.kind, *row.shape[1:])):
         lines = []
         for row in group:
-            m, us = row.product.m, row.us["ours"]
+            m, us = row.shape[0], row.us["ours"]
             lines.append(
                 (
                     str(m),
                     format_us(us),
                     f"{row.share('ours'):.0%}",
-                    f"{nbytes(row.product) / us / 1e6:.2f}",
+                    f"{row.nbytes / us / 1e6:.2f}",
                     f"{2 * m * n * k / us / 1e6:.0f}",
                     *(_with_speedup(row, name) for name in others),
                     row.kernel,
                 )
             )
-        yield f"{KINDS[dtype]}, N {n}, K {k}\n{align(header, lines)}"
+        yield f"{kind}, N {n}, K {k}\n{align(header, lines)}"
 
 
 def _with_speedup(row, name):
@@ -113,24 +108,22 @@ def _with_speedup(row, name):
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """For each dtype, the part of the roofline and the speed over each peer: the mean and the worst."""
+    """For each kind, the part of the roofline and the speed over each peer: the mean and the worst."""
     lines = []
-    for dtype, kind in KINDS.items():
-        mine = [row for row in rows if row.product.dtype == dtype]
-        if mine:
-            shares = [(row.share("ours"), row) for row in mine]
-            lines.append((kind, "of the roofline", *_mean_and_worst(shares, "{:.0%}")))
-        for name, (label, _) in LABELS.items():
+    for kind in dict.fromkeys(row.kind for row in rows):
+        mine = [row for row in rows if row.kind == kind]
+        lines.append((kind, "of the roofline", *_mean_and_worst([(row.share("ours"), row) for row in mine], "{:.0%}")))
+        for name, (label, _) in rows[0].labels.items():
             speedups = [(speedup, row) for row in mine if (speedup := row.speedup(name))]
             if speedups:
                 lines.append((kind, f"speed over {label}", *_mean_and_worst(speedups, "{:.2f}x")))
-    return format_table(("dtype", "", "geometric mean", "worst", "at"), lines)
+    return format_table(("", "", "geometric mean", "worst", "at"), lines)
 
 
 def _mean_and_worst(values, text):
     value, worst = min(values, key=lambda pair: pair[0])
     mean = geometric_mean(value for value, _ in values)
-    at = f"M {worst.product.m}, N {worst.product.n}, K {worst.product.k}"
+    at = "M {}, N {}, K {}".format(*worst.shape)
     return f"{text.format(mean)} of {len(values)}", text.format(value), at
 
 
@@ -141,34 +134,28 @@ def write_csv(path: Path, rows: Sequence[Row], bandwidth: float, gpu: str) -> No
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(
-            [
-                "gpu",
-                "dtype",
-                "out_dtype",
-                "m",
-                "n",
-                "k",
-                "kernel",
-                "copy_tb_per_s",
-                "roofline_us",
-                *(f"{name}{of}_us" for name in LABELS for of in ("", "_least", "_most")),
-            ]
-        )
+        times = [f"{name}{of}_us" for name in rows[0].labels for of in ("", "_least", "_most")]
+        writer.writerow(["gpu", *rows[0].columns, "m", "n", "k", "kernel", "copy_tb_per_s", "roofline_us", *times])
         for row in rows:
-            p = row.product
-            times = [row.times.get(name) for name in LABELS]
-            writer.writerow(
-                [
-                    gpu,
-                    KINDS[p.dtype],
-                    p.out_dtype,
-                    p.m,
-                    p.n,
-                    p.k,
-                    row.kernel,
-                    f"{bandwidth / 1e12:.3f}",
-                    f"{row.roofline_us:.3f}",
-                    *(f"{of(turns):.3f}" if turns else "" for turns in times for of in (median, min, max)),
-                ]
-            )
+            turns = [row.times.get(name) for name in row.labels]
+            us = [f"{of(each):.3f}" if each else "" for each in turns for of in (median, min, max)]
+            rates = f"{bandwidth / 1e12:.3f}", f"{row.roofline_us:.3f}"
+            writer.writerow([gpu, *row.columns.values(), *row.shape, row.kernel, *rates, *us])
+
+
+def show(rows: Sequence[Row], failures: Sequence[str], roofline: str, notes: str) -> None:
+    """Prints the tables, the summary, how they are to be read, and what failed."""
+    if rows:
+        print()
+        print(*tables(rows), summary(rows), f"{roofline}\n{notes}", sep="\n\n")
+    print(*failures, sep="\n", end="\n" if failures else "")
+
+
+def roofline_words(bandwidth: float, peak: float) -> str:
+    """What the roofline is made of.
+
+    >>> roofline_words(4.3e12, 989.5e12)
+    'roofline: bytes at 4.30 TB/s, what a copy reached in this run, or operations at 989.5 Tera-ops/s'
+    """
+    rate = f"bytes at {bandwidth / 1e12:.2f} TB/s, what a copy reached in this run"
+    return f"roofline: {rate}, or operations at {peak / 1e12:g} Tera-ops/s"

@@ -9,9 +9,20 @@ from tqdm import tqdm
 
 from jax_qmm import _extension
 from jax_qmm.bench import check, cublaslt, measure, report
+from jax_qmm.bench.shapes import DTYPES
 from jax_qmm.tuning import Product
 
 ROUNDS = 9
+LABELS = {
+    "ours": ("jax_qmm", None),
+    "cublaslt": ("cuBLASLt", "ours"),
+    "cublaslt_tensorwise": ("cuBLASLt tensorwise", "ours"),
+    "cublas_bf16": ("bf16 cuBLAS", "ours"),
+    "jit": ("jax_qmm in jit", None),
+    "xla": ("XLA in jit", "jit"),
+    "xla_bf16": ("bf16 XLA in jit", "jit"),
+}
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 NOTES = """\
 The peak is that of dense 8-bit products by the GPU's datasheet, or else by its architecture, SMs and clock.
 A copy reads and writes: kernels that almost only read, those of small M, pass the roofline by several per cent.
@@ -23,6 +34,13 @@ Kernels of jax_qmm that are "tuned" were chosen by measurement, those of cuBLASL
 jax_qmm overlap: each starts while the one before it ends.
 cuBLASLt is PyTorch's: fp8 with the same scales, and tensorwise with one for each operand; int8 for M > 16 alone, to
 int32 and without scales."""
+
+
+def row_of(product: Product, kernel: str, roofline_us: float) -> report.Row:
+    """A row without times."""
+    kind = KINDS[product.dtype]
+    columns = {"dtype": kind, "out_dtype": product.out_dtype}
+    return report.Row(kind, product[:3], columns, kernel, measure.nbytes(product), roofline_us, LABELS)
 
 
 def measure_all(
@@ -44,7 +62,7 @@ def measure_all(
     with tqdm(products, desc="bench", unit="product") as bar:
         for product in bar:
             where = _extension.describe_scaled_mm(*product)
-            row = report.Row(product, where, measure.roofline_us(product, bandwidth, peak))
+            row = row_of(product, where, measure.roofline_us(product, bandwidth, peak))
             chosen = kernels.ScaledMmProblem(*product).select(_extension.gpu())
             calls = {"ours": lambda: measure.kernel_us(kernels, product, [chosen], ROUNDS)[0]}
             if "cublaslt" in peers:
@@ -54,7 +72,7 @@ def measure_all(
             for name in measure.turns(calls, str(product)):
                 if name not in calls:
                     continue
-                label = report.LABELS[name][0]
+                label = LABELS[name][0]
                 bar.set_postfix_str(f"M {product.m}, N {product.n}, K {product.k}, {label}")
                 try:
                     us = calls[name]()
@@ -101,14 +119,8 @@ def main(
         stopped = error
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {type(error).__name__}"
         failures.append(f"{why}: {len(rows)} of {len(products)} products were measured")
-    roofline = (
-        f"roofline: bytes at {bandwidth / 1e12:.2f} TB/s, what a copy reached in this run, or "
-        f"operations at {gpu.peak / 1e12:.0f} Tera-ops/s"
-    )
-    if rows:
-        print()
-        print(*report.tables(rows), report.summary(rows), f"{roofline}\n{NOTES}", sep="\n\n")
-    print(*failures, sep="\n", end="\n" if failures else "")
+    roofline = report.roofline_words(bandwidth, gpu.peak)
+    report.show(rows, failures, roofline, NOTES)
     if rows and csv:
         report.write_csv(csv, rows, bandwidth, gpu.name)
         print(f"wrote {csv}")

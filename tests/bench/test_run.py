@@ -1,6 +1,7 @@
 """`python -m jax_qmm bench`, on a stand-in for the extension and with peers whose times are given."""
 
 import csv
+import dataclasses
 import itertools
 import re
 import sys
@@ -10,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from jax_qmm import __main__ as command_line, _extension
-from jax_qmm.bench import cublaslt, figure, measure, report
+from jax_qmm.bench import cublaslt, figure, measure, run
 from jax_qmm.tuning import Product
 
 ARGUMENTS = ["bench", "--shapes", "64,32", "32,64", "--m", "1,32"]
@@ -152,7 +153,7 @@ def test_every_turn_has_another_order_and_the_median_counts(bench, kernels, monk
     [
         ("xla", {"ours", "jit", "xla", "xla_bf16"}),
         ("cublaslt", {"ours", "cublaslt", "cublaslt_tensorwise", "cublas_bf16"}),
-        ("xla,cublaslt", set(report.LABELS)),
+        ("xla,cublaslt", set(run.LABELS)),
         ("none", {"ours"}),
     ],
 )
@@ -160,7 +161,7 @@ def test_peers_are_chosen(bench, tmp_path, peers, columns):
     file = tmp_path / "figures.csv"
     bench("--peers", peers, "--csv", str(file))
     rows = list(csv.DictReader(file.open()))
-    assert {name for row in rows for name in report.LABELS if row[f"{name}_us"]} == columns
+    assert {name for row in rows for name in run.LABELS if row[f"{name}_us"]} == columns
 
 
 def test_xla_chooses_for_all_products_of_one_m_together(bench, monkeypatch):
@@ -272,9 +273,9 @@ def rows(weights):
     """Rows of which all was measured."""
     times = lambda i: {name: [us] for name, us in ({"ours": 12.5 + i} | US).items()}
     return [
-        report.Row(Product(m, n, k, 1, dtype, "bfloat16", False), "wide", 10.0, times(i))
+        dataclasses.replace(run.row_of(Product(m, n, k, 1, dtype, "bfloat16", False), "wide", 10.0), times=times(i))
         for n, k in weights
-        for dtype in report.KINDS
+        for dtype in run.KINDS
         for i, m in enumerate((1, 16, 17, 512, 4096, 8192))
     ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from jax_qmm import __main__ as command_line
 from jax_qmm.bench import measure, weight_only
-from jax_qmm.schemes import W4A16, W8A16
+from jax_qmm.schemes import W8A16
 
 ARGUMENTS = ["--shapes", "8,256", "16,128", "--m", "1,32"]
 
@@ -45,7 +45,7 @@ def test_the_report(bench, scheme, bits, capsys, tmp_path):
 
 def test_operations_bound_large_products(bench):
     rows = []
-    weight_only.measure_all(W4A16(), [(32, 8, 256)], 1e30, 1e9, rows, [])
+    weight_only.measure_all("w4a16", [(32, 8, 256)], 1e30, 1e9, rows, [])
     assert rows[0].roofline_us == pytest.approx(2 * 32 * 8 * 256 / 1e3)
 
 
