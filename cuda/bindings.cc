@@ -199,7 +199,9 @@ void bind_block_scaled_mm(nb::module_& m) {
             if (!kernel) return std::nullopt;
             return describe_block_scaled_mm(*kernel);
           },
-          "The kernel that serves it on a GPU, in words; None where there is none.");
+          "The kernel that serves it on a GPU, in words; None where there is none.")
+      .def("dequantizes_once", dequantizes_once, nb::arg("gpu"),
+           "Whether XLA's product of weights that are dequantized once is predicted to be faster than any kernel.");
 }
 
 }  // namespace

@@ -187,12 +187,18 @@ def gpu():
 def scaled_mm_workspace(devices, m, n, k, batch, a_dtype, out_dtype, fast_accum, full_epilogue) -> int:
     """Bytes that the kernels for this product need for partial sums, on the GPUs of this process among `devices`."""
     kernels, _ = _load()
-    if kernels is None:
-        return 0
-    here = (gpu for gpu in _fit_gpus(kernels) if gpu in devices or platform() == "cpu")
-    gpus = [kernels.Gpu.of_device(gpu.local_hardware_id) for gpu in here]
     problem = (m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum, full_epilogue)
-    return max((kernels.ScaledMmProblem(*problem).workspace(gpu) for gpu in gpus), default=0)
+    workspaces = (kernels.ScaledMmProblem(*problem).workspace(gpu) for gpu in _gpus_among(devices))
+    return max(workspaces, default=0)
+
+
+def _gpus_among(devices):
+    """The extension's descriptions of those GPUs of this process among `devices` that its kernels fit."""
+    kernels, _ = _load()
+    if kernels is None:
+        return []
+    here = (gpu for gpu in _fit_gpus(kernels) if gpu in devices or platform() == "cpu")
+    return [kernels.Gpu.of_device(gpu.local_hardware_id) for gpu in here]
 
 
 def described_gpu() -> str:
@@ -244,13 +250,20 @@ def describe_scaled_mm(m, n, k, batch, a_dtype, out_dtype, fast_accum, full_epil
     return f"{as_compiled(kernels, kernels.describe_scaled_mm(problem.select(on)), on)} ({why})"
 
 
-def describe_block_scaled_mm(m, n, k, batch, x_dtype, out_dtype, bits, block, zero_point_dtype) -> str:
-    """The kernel that the extension chooses for this product, in words; "" without the extension."""
+def dequantizes_once(devices, product) -> bool:
+    """Whether XLA's product of dequantized weights is faster than kernels on this process' GPUs among `devices`."""
+    kernels, _ = _load()
+    gpus = _gpus_among(devices)
+    return bool(gpus) and all(kernels.BlockScaledMmProblem(*product).dequantizes_once(gpu) for gpu in gpus)
+
+
+def describe_block_scaled_mm(product) -> str:
+    """The kernel that the extension chooses for a `BlockScaledMmProblem`, in words; "" without the extension."""
     kernels, _ = _load()
     if kernels is None:
         return ""
-    on, dtypes = gpu(), (str(x_dtype), str(out_dtype))
-    words = kernels.BlockScaledMmProblem(m, n, k, batch, *dtypes, bits, block, zero_point_dtype).select(on)
+    on = gpu()
+    words = kernels.BlockScaledMmProblem(*product).select(on)
     return f"{as_compiled(kernels, words, on)} (by the cost model, not measured)"
 
 

@@ -28,8 +28,8 @@ class OpRow:
       out: dtype and shape of the result.
       count: how often it runs in one call of the function; a while loop counts as one turn, a cond as all of
         its branches.
-      runs_on: the kernel that is chosen, or "reference: why"; for a transpose what spares it; "XLA" for a float
-        product.
+      runs_on: the kernel that is chosen, "XLA: why" where XLA's operations are, or "reference: why"; for a transpose
+        what spares it; "XLA" for a float product.
       inside: the control flow around it, outermost first ("scan", "while", "cond", "shard_map"); may be "".
       is_float: whether it is a product that stayed float.
     """
@@ -165,8 +165,7 @@ def _describe(eqn, where):
         operands, results = ([var.aval for var in some] for some in (eqn.invars, eqn.outvars))
         params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
         label, shown = op.describe(operands, results, **params)
-        why = op.unserved(*where, operands, **params)
-        return label, shown, f"reference: {why}" if why else op.choice(operands, results, **params)
+        return label, shown, dispatch.what_runs(op, *where, operands, results, **params)
     avals = [var.aval for var in eqn.invars]
     if eqn.primitive.name == "transpose" and avals[0].dtype in (*QTYPES, INT4):
         return "transpose", avals, "XLA, at each call: store the axes that the product contracts last"

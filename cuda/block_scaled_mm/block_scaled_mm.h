@@ -58,6 +58,9 @@ struct BlockScaledMm {
 std::optional<int> select_block_scaled_mm(BlockScaledMm const& problem, Gpu const& gpu);
 std::string describe_block_scaled_mm(int kernel);
 
+// Whether writing the weights in x's dtype, and XLA's product with these, is predicted to be faster than any kernel.
+bool dequantizes_once(BlockScaledMm const& problem, Gpu const& gpu);
+
 // Loads the kernels on the current device. Call it once per device, outside of stream capture.
 cudaError_t prepare_block_scaled_mm();
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "block_scaled_mm/instances.h"
 #include "core/archs.h"
@@ -31,7 +32,7 @@ bool serves(Instance const& i, BlockScaledMm const& p) {
   return i.in == DType::kF32 ? p.m <= i.tile_m : i.float_zero_points == p.float_zero_points();
 }
 
-// Seconds, as predicted from the description of the GPU; no measurement stands behind the numbers.
+// Seconds, as predicted from the description of the GPU.
 double estimate_time(Instance const& i, BlockScaledMm const& p, Gpu const& gpu) {
   constexpr double kRoundTrip = 1e-6;  // from asking memory for a step's weights to having them
   constexpr double kL2 = 40;           // bytes of L2 that an SM gets in a cycle
@@ -42,13 +43,43 @@ double estimate_time(Instance const& i, BlockScaledMm const& p, Gpu const& gpu) 
   // Memory has the weights to read once, and L2 what every block reads.
   double const weights = double(p.batch) * p.n * p.row_bytes(), x = double(p.batch) * p.m * p.k * bytes_of(p.in);
   double const reading = std::max(weights / gpu.copy_rate, (weights * tiles_m + x * tiles_n) / (kL2 * cycles));
-  // Warp-level tensor cores multiply 16 bits at half the rate of 8. Before that weights become 16 bits, in about 2
-  // instructions each, for which an SM has 128 lanes, and after it sums are scaled.
+  // Instructions of a lane for each of its weights, within a tenth of what benchmarks/block_scaled_mm/README.md counts:
+  // to dequantize it, and to multiply it and to scale sums for each row of x. An SM has 128 lanes. On an H200 the
+  // kernels of 16 to 256 rows took 2.5 to 3 times as long as that (int4 in blocks of 128, 28672 x 8192).
+  constexpr double kIssued = 0.37;
+  double const to_float = p.in == DType::kF32 ? 3 : p.bits == 4 ? 3.3 : p.in == DType::kF16 ? 4.2 : 5.7;
+  double const of_row = p.in == DType::kF32 ? 1 : 4.0 / i.unit;
   double const tiles = tiles_m * tiles_n * i.rows * double(p.k) * p.batch;  // of one weight by all rows of x of a tile
-  double const multiplying = 2 * tiles * i.tile_m / (gpu.peak / 2);
-  double const preparing = tiles * (2 + double(i.tile_m) / i.unit) / (128 * cycles);
+  double const issuing = tiles * (to_float + of_row * i.tile_m) / (kIssued * 128 * cycles);
   auto const cube = [](double seconds) { return seconds * seconds * seconds; };
-  return std::cbrt(cube(turns) + cube(reading) + cube(multiplying + preparing));
+  return std::cbrt(cube(turns) + cube(reading) + cube(issuing));
+}
+
+// Seconds of XLA's operations: one that dequantizes, and a product of x's dtype. On an H200 that product reaches 0.7 of
+// the tensor cores' rate from some hundreds of rows on.
+double estimate_dequantized(BlockScaledMm const& p, Gpu const& gpu) {
+  constexpr double kLaunches = 6e-6;  // of the kernels, whose times are added, with what they wait for memory
+  double const weights = double(p.batch) * p.n * p.k, size = bytes_of(p.in);
+  double const x = double(p.batch) * p.m * p.k * size, out = double(p.batch) * p.m * p.n * bytes_of(p.out_dtype);
+  double const dequantizing = (double(p.batch) * p.n * p.row_bytes() + weights * size) / gpu.copy_rate;
+  double const reading = (weights * size + x + out) / gpu.copy_rate;
+  double const rate = p.in == DType::kF32 ? gpu.peak / 32 : gpu.peak / 2;  // of the peak of 8 bits
+  return kLaunches + dequantizing + std::max(reading, 2 * weights * p.m / (0.7 * rate));
+}
+
+// The kernel that serves the problem in the least time, and its seconds; none and infinity where there is none.
+std::pair<std::optional<int>, double> fastest(BlockScaledMm const& p, Gpu const& gpu) {
+  std::optional<int> best;
+  double best_time = std::numeric_limits<double>::infinity();
+  if (compiled_for(gpu.arch) < kOldest) return {best, best_time};
+  for (int i = 0; i < int(instances().size()); ++i) {
+    if (!serves(instances()[i], p)) continue;
+    double const time = estimate_time(instances()[i], p, gpu);
+    if (best && time >= best_time) continue;
+    best = i;
+    best_time = time;
+  }
+  return {best, best_time};
 }
 
 }  // namespace
@@ -56,19 +87,10 @@ double estimate_time(Instance const& i, BlockScaledMm const& p, Gpu const& gpu) 
 
 using namespace block_scaled;
 
-std::optional<int> select_block_scaled_mm(BlockScaledMm const& p, Gpu const& gpu) {
-  std::optional<int> best;
-  if (compiled_for(gpu.arch) < kOldest) return best;
-  double best_time = std::numeric_limits<double>::infinity();
-  for (int i = 0; i < int(instances().size()); ++i) {
-    Instance const& instance = instances()[i];
-    if (!serves(instance, p)) continue;
-    double const time = estimate_time(instance, p, gpu);
-    if (best && time >= best_time) continue;
-    best = i;
-    best_time = time;
-  }
-  return best;
+std::optional<int> select_block_scaled_mm(BlockScaledMm const& p, Gpu const& gpu) { return fastest(p, gpu).first; }
+
+bool dequantizes_once(BlockScaledMm const& p, Gpu const& gpu) {
+  return estimate_dequantized(p, gpu) < fastest(p, gpu).second;
 }
 
 std::string describe_block_scaled_mm(int kernel) {

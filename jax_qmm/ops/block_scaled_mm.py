@@ -43,6 +43,9 @@ def block_scaled_mm(
     the dtype of x once, in the range of float32: the error is at most that of a product of x with the dequantized
     weights in its dtype. The reference does not round them.
 
+    Where x has many rows, and more than 16 of float32, weights are dequantized once, to x's dtype, and XLA multiplies
+    (float32 at its highest precision); `explain` says so. With symbolic sizes 16-bit x stays with the kernels.
+
     Differentiable by x, with one product of the gradient and the dequantized weights, which XLA computes; by bias;
     and by the scales and float zero points of w, as those of a product with its dequantized weights. The integers are
     constants.
@@ -152,9 +155,8 @@ def _kernel(*operands, names, num_batch, qtype, packed, block, activation, out_d
         # A traced zero point may be one that int8 has not; float32 has all that matter.
         vectors = [v.astype(jnp.float32) if v.dtype == jnp.int32 else v for v in vectors]
     result = jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)
-    out = jax.ffi.ffi_call(
-        "jax_qmm_block_scaled_mm", result
-    )(
+    call = jax.ffi.ffi_call("jax_qmm_block_scaled_mm", result)
+    out = call(
         *matmul_form.fold([x, w, *vectors], _labels(names), num_batch),
         bits=np.int32(jnp.iinfo(qtype).bits),
         block=np.int32(max(block, 1)),  # without columns, blocks have none
@@ -170,9 +172,12 @@ def _reference(x, w, *vectors, names, **params):
     return reference.block_scaled_mm(x, w, **dict(zip(names, vectors)), **params)
 
 
+def _dequantized_once(x, w, *vectors, names, **params):
+    return reference.dequantized_once(x, w, **dict(zip(names, vectors)), **params)
+
+
 def _unserved(platform, devices, operands, *, num_batch, block, **params):
-    _, rows, _, k = matmul_form.sizes(operands, num_batch)
-    m = math.prod(rows)
+    *_, k = matmul_form.sizes(operands, num_batch)
     if why := _extension.fallback_reason(platform, devices, _OLDEST):
         return why
     if not isinstance(k, int):
@@ -181,12 +186,10 @@ def _unserved(platform, devices, operands, *, num_batch, block, **params):
         return f"K is {k}; kernels serve up to {_LONGEST_K}"
     if block < k and block % 16:
         return f"blocks have {block} columns; kernels serve multiples of 16"
-    if operands[0].dtype == jnp.float32 and not (isinstance(m, int) and m <= _FLOAT32_ROWS):
-        return f"x is float32 and has {m} rows; kernels serve up to {_FLOAT32_ROWS}, and any number in 16 bits"
     return None
 
 
-_LONGEST_K, _FLOAT32_ROWS = 2**19 - 1, 16
+_LONGEST_K = 2**19 - 1
 _OLDEST = 80  # compute capability 8.0, the first with tensor cores for bfloat16
 
 
@@ -199,17 +202,37 @@ def _describe(operands, results, *, names, num_batch, qtype, packed, block, acti
     return f"block_scaled_mm ({', '.join([scales, order, *terms])})", [operands[0], w]
 
 
-def _choice(operands, results, *, names, num_batch, qtype, block, **params):
+def _by_xla(devices, operands, *, out_dtype, **params):
+    x = operands[0]
+    m = math.prod(x.shape[params["num_batch"] : -1])
+    if x.dtype == jnp.float32 and not (isinstance(m, int) and m <= _FLOAT32_ROWS):
+        return f"dequantized once, then a product of float32, as kernels serve up to {_FLOAT32_ROWS} rows of it"
+    product = _product(operands, out_dtype, **params)
+    if product is not None and _extension.dequantizes_once(devices, product):
+        return f"dequantized once, then a product of {x.dtype}, which is predicted to be faster than kernels"
+    return None
+
+
+_FLOAT32_ROWS = 16
+
+
+def _choice(operands, results, **params):
+    product = _product(operands, **params)
+    if product is None:
+        return "kernel, chosen at run time: the shapes are symbolic"
+    return _extension.describe_block_scaled_mm(product)
+
+
+def _product(operands, out_dtype, *, names, num_batch, qtype, block, **params):
+    """What `BlockScaledMmProblem` is made of; None where shapes are symbolic."""
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
     m, count = math.prod(rows), math.prod(batch)
     if not all(isinstance(size, int) for size in (m, n, count)):
-        return "kernel, chosen at run time: the shapes are symbolic"
+        return None
     zero_point = dict(zip(names, operands[2:])).get("zero_point")
     zero_dtype = None if zero_point is None else "int8" if zero_point.dtype == jnp.int8 else "float32"
     bits = jnp.iinfo(qtype).bits
-    return _extension.describe_block_scaled_mm(
-        *(m, n, k, count, operands[0].dtype, results[0].dtype, bits, block, zero_dtype)
-    )
+    return m, n, k, count, str(operands[0].dtype), str(out_dtype), bits, block, zero_dtype
 
 
 # Batching
@@ -290,6 +313,8 @@ OP = dispatch.Op(
     describe=_describe,
     choice=_choice,
     partitioned=_partitioned,
+    by_xla=_by_xla,
+    xla=_dequantized_once,
 )
 dispatch.register(block_scaled_mm_p, OP)
 block_scaled_mm_p.def_abstract_eval(_abstract_eval)

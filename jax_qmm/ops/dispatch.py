@@ -35,6 +35,9 @@ class Op:
         of operands that may be sharded.
       workspace: called with the program's devices and the operands, gives what the kernel gets as `workspace`: the
         bytes that it needs beside its result. None where it needs none.
+      by_xla: called likewise, says why a GPU is to run `xla` and no kernel; None if the kernel is to run. That is a
+        choice and no fallback: nothing warns.
+      xla: the op in operations of XLA, a function of the operands, for `by_xla`.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Op:
     choice: Callable
     partitioned: Callable
     workspace: Callable | None = None
+    by_xla: Callable = lambda devices, operands, **params: None
+    xla: Callable | None = None
 
 
 OPS: dict[Primitive, Op] = {}
@@ -79,6 +84,9 @@ def run(platforms, devices, op, *operands, **params):
         note_fallback(op.name, why)
     if reasons:
         return op.reference(*operands, **params)
+    if op.by_xla(devices, operands, **params):
+        assert op.xla is not None
+        return op.xla(*operands, **params)
     if op.workspace is not None:
         params["workspace"] = op.workspace(devices, operands, **params)
     return op.kernel(*operands, **params)
@@ -110,6 +118,15 @@ def _users_level():
 
 
 _NOT_THE_USERS = {"jax_qmm", "jax", "jaxlib", "flax", "contextlib", "functools"}
+
+
+def what_runs(op: Op, platform, devices, operands, results, **params) -> str:
+    """What runs `op` on these operands, in words."""
+    if why := op.unserved(platform, devices, operands, **params):
+        return f"reference: {why}"
+    if why := op.by_xla(devices, operands, **params):
+        return f"XLA: {why}"
+    return op.choice(operands, results, **params)
 
 
 def runs_on() -> str:

@@ -225,9 +225,7 @@ def _rows_and_columns(shape, scale_shape, dynamic):
 
 
 def _unserved(platform, devices, shape, scale_shape, qtype, dynamic):
-    if qtype == INT4:
-        return "int4 values have no kernel"
-    if 0 not in shape and _rows_and_columns(shape, scale_shape, dynamic) is None:
+    if qtype != INT4 and 0 not in shape and _rows_and_columns(shape, scale_shape, dynamic) is None:
         return "its scales are not one per row"
     return _extension.fallback_reason(platform, devices)
 
@@ -240,6 +238,10 @@ def _dynamic_unserved(platform, devices, operands, *, qtype, axes, **params):
 def _static_unserved(platform, devices, operands, *, qtype, **params):
     x, scale, *_ = operands
     return _unserved(platform, devices, x.shape, scale.shape, qtype, dynamic=False)
+
+
+def _by_xla(devices, operands, *, qtype, **params):
+    return "int4 values are weights, quantized once" if qtype == INT4 else None
 
 
 def _dynamic_kernel(x, *, qtype, axes, symmetric, sums):
@@ -382,6 +384,8 @@ DYNAMIC = dispatch.Op(
     describe=_dynamic_describe,
     choice=_choice,
     partitioned=_dynamic_partitioned,
+    by_xla=_by_xla,
+    xla=_dynamic_reference,
 )
 STATIC = dispatch.Op(
     name="quantize",
@@ -392,6 +396,8 @@ STATIC = dispatch.Op(
     describe=_static_describe,
     choice=_choice,
     partitioned=_static_partitioned,
+    by_xla=_by_xla,
+    xla=_static_reference,
 )
 dispatch.register(quantize_dynamic_p, DYNAMIC)
 dispatch.register(quantize_static_p, STATIC)

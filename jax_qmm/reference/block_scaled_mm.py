@@ -41,6 +41,27 @@ def block_scaled_mm(
     return epilogue(sums, bias, num_batch=num_batch, activation=activation, out_dtype=out_dtype)
 
 
+def dequantized_once(
+    x, w, scale, zero_point=None, bias=None, *, num_batch, qtype, packed, block, activation, out_dtype
+):
+    """As `block_scaled_mm`, by a product of x and weights that are rounded to its dtype: what XLA has fast kernels for.
+
+    float16 has no range for every scale: there each row of weights is multiplied by a power of two, up to 2^15, and
+    the sums by its inverse.
+    """
+    power = None
+    if x.dtype == jnp.float16:
+        zeros = 0 if zero_point is None else jnp.abs(zero_point.astype(jnp.float32))
+        most = jnp.max(jnp.abs(scale.astype(jnp.float32)) * (zeros + 2.0 ** (jnp.iinfo(qtype).bits - 1)), -1, initial=0)
+        power = jnp.where(jnp.isfinite(most) & (most > 0), 15 - jnp.frexp(most)[1], 0)
+        scale = jnp.ldexp(scale.astype(jnp.float32), power[..., None])
+    dense = dequantized(w, scale, zero_point, qtype=qtype, packed=packed, block=block, k=x.shape[-1]).astype(x.dtype)
+    sums = products.sums(x, dense, num_batch, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+    if power is not None:
+        sums = jnp.ldexp(sums, -jnp.expand_dims(power, tuple(range(num_batch, sums.ndim - 1))))
+    return epilogue(sums, bias, num_batch=num_batch, activation=activation, out_dtype=out_dtype)
+
+
 def linear(x, w, scale, zero_point=None, bias=None, *, num_batch, out_sharding, **weight):
     """`x @ dequantized(w).T + bias` in float32, as it is differentiated: of 16-bit x in XLA's default precision."""
     dense = dequantized(w, scale, zero_point, k=x.shape[-1], **weight)

@@ -52,7 +52,7 @@ def scaled_mm(a, b, *, num_batch=0, out_dtype, activation=activations.NONE, **ve
 
 def sums(a, b, num_batch=0, precision: jax.lax.Precision | None = jax.lax.Precision.HIGHEST, out_sharding=None):
     """`a @ b.T` per batch: int32, exact but for wrap-around, for int8; float32 for floats."""
-    if not jnp.issubdtype(a.dtype, jnp.integer):
+    if not jnp.issubdtype(a.dtype, jnp.integer) and (a.dtype != b.dtype or a.dtype.itemsize == 1):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     # einsum by numbered dimensions: batch, rows, N and K. A batch dimension of 1 is left out and put back.
     batch, rows = range(num_batch), range(num_batch, a.ndim - 1)

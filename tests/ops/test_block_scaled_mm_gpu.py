@@ -342,7 +342,6 @@ def test_public_function_with_batched_operands():
 @pytest.mark.parametrize(
     ("m", "k", "block", "why"),
     [
-        (17, 64, 32, "x is float32 and has 17 rows; kernels serve up to 16, and any number in 16 bits"),
         (2, 64, 24, "blocks have 24 columns; kernels serve multiples of 16"),
         (2, 2**19, 2**19, "K is 524288; kernels serve up to 524287"),
     ],
@@ -351,3 +350,29 @@ def test_what_the_kernels_do_not_serve(m, k, block, why):
     w = jax_qmm.QArray(jnp.zeros((1, k), jnp.int4), jnp.ones((1, -(-k // block))), tile_size=block)
     (row,) = jax_qmm.explain(jax_qmm.block_scaled_mm, jax.ShapeDtypeStruct((m, k), jnp.float32), w).rows
     assert why in row.runs_on
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("bits", BITS)
+def test_weights_are_dequantized_once_where_that_is_faster(bits, dtype, monkeypatch):
+    monkeypatch.setenv("JAX_QMM_STRICT", "1")  # it is a choice, and no fallback
+    if dtype != F32:
+        monkeypatch.setattr(_extension, "dequantizes_once", lambda devices, product: True)
+    x, q, scale, zero_point = operands(22, 17, 21, 200, dtype, bits, 32, "int8")
+    w = quantized(q, scale, zero_point, 32, bits)
+    y, error = allowed(x, q, scale, zero_point, 32)
+    total = np.abs(x.astype(np.float64)) @ np.abs(dequantized(q, scale, zero_point, 32)).swapaxes(-1, -2)
+    for weight in (w, w.pack()):
+        f = jax.jit(lambda x: jax_qmm.block_scaled_mm(x, weight, out_dtype=jnp.float32))
+        (row,) = jax_qmm.explain(f, x).rows
+        assert row.runs_on.startswith("XLA: dequantized once, then a product of ")
+        assert "jax_qmm_block_scaled_mm" not in f.lower(x).as_text()
+        assert np.all(np.abs(np.asarray(f(x)) - y) <= error + UNIT[dtype] * total)
+
+
+def test_when_weights_are_dequantized_once():
+    def once(m, dtype="bfloat16", bits=4):
+        return _extension.dequantizes_once(jax.devices(), (m, 28672, 8192, 1, dtype, "bfloat16", bits, 128, None))
+
+    assert [once(m) for m in (1, 8, 16, 64, 4096)] == [False] * 4 + [True]
+    assert not once(16, "float32") and once(4096, "float16", 8)
