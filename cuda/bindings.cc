@@ -186,6 +186,7 @@ void bind_block_scaled_mm(nb::module_& m) {
              problem.out_dtype = dtype(out);
              problem.bits = bits;
              problem.block = block;
+             problem.workspace_bytes = kMostWorkspace;
              if (zero_point) problem.zero_point = {&problem, dtype(*zero_point)};  // any address: nobody reads there
              return problem;
            }),
@@ -195,11 +196,18 @@ void bind_block_scaled_mm(nb::module_& m) {
       .def(
           "select",
           [](BlockScaledMm const& p, Gpu const& gpu) -> std::optional<std::string> {
-            auto const kernel = select_block_scaled_mm(p, gpu);
-            if (!kernel) return std::nullopt;
-            return describe_block_scaled_mm(*kernel);
+            auto const choice = select_block_scaled_mm(p, gpu);
+            if (!choice) return std::nullopt;
+            return describe_block_scaled_mm(*choice);
           },
           "The kernel that serves it on a GPU, in words; None where there is none.")
+      .def(
+          "workspace",
+          [](BlockScaledMm const& p, Gpu const& gpu) {
+            auto const choice = select_block_scaled_mm(p, gpu);
+            return choice ? workspace_of(p, *choice) : 0;
+          },
+          nb::arg("gpu"), "The bytes that this kernel needs beside the result.")
       .def("dequantizes_once", dequantizes_once, nb::arg("gpu"),
            "Whether XLA's product of weights that are dequantized once is predicted to be faster than any kernel.");
 }

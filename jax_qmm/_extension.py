@@ -188,8 +188,13 @@ def scaled_mm_workspace(devices, m, n, k, batch, a_dtype, out_dtype, fast_accum,
     """Bytes that the kernels for this product need for partial sums, on the GPUs of this process among `devices`."""
     kernels, _ = _load()
     problem = (m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum, full_epilogue)
-    workspaces = (kernels.ScaledMmProblem(*problem).workspace(gpu) for gpu in _gpus_among(devices))
-    return max(workspaces, default=0)
+    return max((kernels.ScaledMmProblem(*problem).workspace(gpu) for gpu in _gpus_among(devices)), default=0)
+
+
+def block_scaled_mm_workspace(devices, product) -> int:
+    """Likewise for a `BlockScaledMmProblem`."""
+    kernels, _ = _load()
+    return max((kernels.BlockScaledMmProblem(*product).workspace(gpu) for gpu in _gpus_among(devices)), default=0)
 
 
 def _gpus_among(devices):

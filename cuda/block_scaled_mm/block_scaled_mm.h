@@ -4,7 +4,8 @@
 //   out[l, m, n] = activation(y[l, m, n])
 //
 // q less an integer zero point is exact in 16 bits; less a float one it is rounded to x's dtype once. Products are
-// summed in float32 over a block at most, then scaled in float32. One rounding to the output's dtype ends it.
+// summed in float32 over a block at most, then scaled in float32. One rounding to the output's dtype ends it. Where
+// blocks are few, K is split over more of them, whose sums a second kernel adds in their order.
 //
 // Weights are stored in the order in which a lane of a warp multiplies them, as unsigned integers: q + 8 of 4 bits, q +
 // 128 of 8. K is padded to a multiple of kPadding. Each 64 bytes of a row are 4 parts t of 4 little-endian words w:
@@ -47,6 +48,8 @@ struct BlockScaledMm {
   Vector bias;
   Activation activation;
   float low, high;  // between which kClamp keeps its results
+  void* workspace;  // for sums of parts of K
+  int64_t workspace_bytes;
 
   int padded_k() const { return int(ceil_div(k, kPadding)) * kPadding; }
   int row_bytes() const { return padded_k() / 8 * bits; }
@@ -54,9 +57,17 @@ struct BlockScaledMm {
   bool float_zero_points() const { return zero_point.data != nullptr && zero_point.dtype != DType::kS8; }
 };
 
-// The kernel that serves the problem, an index into a table; none where there is none.
-std::optional<int> select_block_scaled_mm(BlockScaledMm const& problem, Gpu const& gpu);
-std::string describe_block_scaled_mm(int kernel);
+// A kernel of the table, and over how many blocks it splits K.
+struct BlockScaledMmChoice {
+  int instance, split;
+};
+
+// The kernel that serves the problem with the workspace that it has; none where there is none.
+std::optional<BlockScaledMmChoice> select_block_scaled_mm(BlockScaledMm const& problem, Gpu const& gpu);
+std::string describe_block_scaled_mm(BlockScaledMmChoice choice);
+
+// The bytes of workspace that a choice needs.
+int64_t workspace_of(BlockScaledMm const& problem, BlockScaledMmChoice choice);
 
 // Whether writing the weights in x's dtype, and XLA's product with these, is predicted to be faster than any kernel.
 bool dequantizes_once(BlockScaledMm const& problem, Gpu const& gpu);
@@ -64,7 +75,7 @@ bool dequantizes_once(BlockScaledMm const& problem, Gpu const& gpu);
 // Loads the kernels on the current device. Call it once per device, outside of stream capture.
 cudaError_t prepare_block_scaled_mm();
 
-// Submits the one kernel that computes the product on the current device. Empty outputs are legal, and need none.
-cudaError_t launch_block_scaled_mm(BlockScaledMm const& problem, int kernel, Submit const& submit);
+// Submits the kernels that compute the product on the current device. Empty outputs are legal, and need none.
+cudaError_t launch_block_scaled_mm(BlockScaledMm const& problem, BlockScaledMmChoice choice, Submit const& submit);
 
 }  // namespace jax_qmm

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(C::kThreads) f32_kernel(Params p) {
   int const first_n = blockIdx.x % p.tiles_n * C::kRows, l = blockIdx.x / p.tiles_n;
   int const warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
   begin();
-  SourceOfWeights<C> weights(p, l, first_n, warp);
+  SourceOfWeights<C> weights(p, l, first_n, warp, 0, p.k);
   Held<C> held = {}, next = {};
   weights.load(held);
   int column = warp * C::kColumns + 2 * member;
@@ -120,7 +120,7 @@ cudaError_t prepare_f32(bool& fits) {
 }
 
 template <class C>
-cudaError_t launch_f32(BlockScaledMm const& problem, Submit const& submit) {
+cudaError_t launch_f32(BlockScaledMm const& problem, int, Submit const& submit) {
   Params const params = make_params<C>(problem);
   unsigned const blocks = params.tiles_n * unsigned(problem.batch);
   return jax_qmm::launch(submit, {blocks, C::kThreads, C::kSharedBytes}, f32_kernel<C>, params);

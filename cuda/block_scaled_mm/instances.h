@@ -1,6 +1,7 @@
 // The table of kernels, from which select.cc chooses.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "block_scaled_mm/block_scaled_mm.h"
@@ -16,8 +17,19 @@ struct Instance {
   int step;                // columns of K, of all warps that share it
   int threads, blocks_per_sm;
   cudaError_t (*prepare)(bool& fits);
-  cudaError_t (*launch)(BlockScaledMm const&, Submit const&);
+  cudaError_t (*launch)(BlockScaledMm const&, int split, Submit const&);
 };
+
+// How many blocks share K, none without a step, where it is split over up to `split`.
+inline int count_parts(BlockScaledMm const& p, int step, int split) {
+  int64_t const steps = std::max<int64_t>(1, ceil_div(p.k, step));
+  return int(ceil_div(steps, ceil_div(steps, split)));
+}
+inline int64_t sums_of_part(BlockScaledMm const& p) { return int64_t(p.batch) * p.m * p.n; }
+
+// The kernel that adds the sums of all parts (add_parts.cu).
+cudaError_t prepare_add_parts();
+cudaError_t add_parts(BlockScaledMm const& problem, int parts, Submit const& submit);
 
 // In a source for each.
 template <DType In, int kBits>

@@ -64,7 +64,11 @@ __device__ void write_sums(Params const& p, int l, int first_m, int first_n, flo
     float sum = 0;
 #pragma unroll
     for (int k = 0; k < C::kWarpsK; ++k) sum += partial[(k * C::kTileM + tile_m) * C::kSumsPitch + row];
-    p.write(l, m, n, sum);
+    if (p.parts != nullptr) {
+      p.parts[blockIdx.y * p.sums_of_part + (int64_t(l) * p.m + m) * p.n + n] = sum;
+    } else {
+      p.write(l, m, n, sum);
+    }
   }
 }
 
@@ -85,8 +89,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) block_scaled_mm_
   int const warp_n = warp / C::kWarpsK * kTiles * 16, warp_k = warp % C::kWarpsK;
 
   begin();
-  SourceOfX<C> x(p, l, first_m);
-  SourceOfWeights<C> weights(p, l, min(first_n + warp_n, p.n - 1), warp_k);
+  int const k_begin = blockIdx.y * p.k_of_part, k_end = min(p.k, k_begin + p.k_of_part);
+  SourceOfX<C> x(p, l, first_m, k_begin, k_end);
+  SourceOfWeights<C> weights(p, l, min(first_n + warp_n, p.n - 1), warp_k, k_begin, k_end);
 #pragma unroll
   for (int s = 0; s < C::kStages - 1; ++s) {
     x.copy(stages + s * C::kStageBytes);
@@ -161,7 +166,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) block_scaled_mm_
       });
     });
   };
-  int const steps = (p.k + C::kStep - 1) / C::kStep;
+  int const steps = (k_end - k_begin + C::kStep - 1) / C::kStep;
   if constexpr (C::kMoves) {
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
@@ -202,10 +207,17 @@ cudaError_t prepare(bool& fits) {
 }
 
 template <class C>
-cudaError_t launch(BlockScaledMm const& problem, Submit const& submit) {
-  Params const params = make_params<C>(problem);
-  unsigned const blocks = params.tiles_m * params.tiles_n * unsigned(problem.batch);
-  return jax_qmm::launch(submit, {blocks, C::kThreads, C::kSharedBytes}, block_scaled_mm_kernel<C>, params);
+cudaError_t launch(BlockScaledMm const& problem, int split, Submit const& submit) {
+  Params params = make_params<C>(problem);
+  int const parts = count_parts(problem, C::kStep, split);
+  if (parts > 1) {
+    params.k_of_part = int(ceil_div(ceil_div(problem.k, C::kStep), parts) * C::kStep);
+    params.parts = static_cast<float*>(problem.workspace);
+  }
+  dim3 const blocks(params.tiles_m * params.tiles_n * unsigned(problem.batch), parts);
+  LaunchShape const shape{blocks, C::kThreads, C::kSharedBytes};
+  cudaError_t const error = jax_qmm::launch(submit, shape, block_scaled_mm_kernel<C>, params);
+  return error || parts == 1 ? error : add_parts(problem, parts, submit);
 }
 
 template <class C>

@@ -33,13 +33,16 @@ bool serves(Instance const& i, BlockScaledMm const& p) {
 }
 
 // Seconds, as predicted from the description of the GPU.
-double estimate_time(Instance const& i, BlockScaledMm const& p, Gpu const& gpu) {
+double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu const& gpu) {
   constexpr double kRoundTrip = 1e-6;  // from asking memory for a step's weights to having them
   constexpr double kL2 = 40;           // bytes of L2 that an SM gets in a cycle
+  constexpr double kSecond = 2.5e-6;   // of the kernel that adds parts
   double const tiles_m = double(ceil_div(p.m, i.tile_m)), tiles_n = double(ceil_div(p.n, i.rows));
-  double const cycles = gpu.sm_count * gpu.clock;  // of all SMs
-  double const waves = std::ceil(tiles_m * tiles_n * p.batch / (gpu.sm_count * i.blocks_per_sm));
-  double const turns = waves * double(ceil_div(p.k, i.step)) * kRoundTrip;
+  int const parts = count_parts(p, i.step, split);
+  double const blocks = tiles_m * tiles_n * p.batch * parts;
+  double const cycles = std::min<double>(gpu.sm_count, blocks) * gpu.clock;  // of the SMs that have a block
+  double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
+  double const turns = waves * double(ceil_div(ceil_div(p.k, i.step), parts)) * kRoundTrip;
   // Memory has the weights to read once, and L2 what every block reads.
   double const weights = double(p.batch) * p.n * p.row_bytes(), x = double(p.batch) * p.m * p.k * bytes_of(p.in);
   double const reading = std::max(weights / gpu.copy_rate, (weights * tiles_m + x * tiles_n) / (kL2 * cycles));
@@ -52,7 +55,8 @@ double estimate_time(Instance const& i, BlockScaledMm const& p, Gpu const& gpu) 
   double const tiles = tiles_m * tiles_n * i.rows * double(p.k) * p.batch;  // of one weight by all rows of x of a tile
   double const issuing = tiles * (to_float + of_row * i.tile_m) / (kIssued * 128 * cycles);
   auto const cube = [](double seconds) { return seconds * seconds * seconds; };
-  return std::cbrt(cube(turns) + cube(reading) + cube(issuing));
+  double const adding = parts > 1 ? kSecond + 4.0 * parts * sums_of_part(p) / (kL2 * gpu.sm_count * gpu.clock) : 0;
+  return std::cbrt(cube(turns) + cube(reading) + cube(issuing)) + adding;
 }
 
 // Seconds of XLA's operations: one that dequantizes, and a product of x's dtype. On an H200 that product reaches 0.7 of
@@ -67,19 +71,24 @@ double estimate_dequantized(BlockScaledMm const& p, Gpu const& gpu) {
   return kLaunches + dequantizing + std::max(reading, 2 * weights * p.m / (0.7 * rate));
 }
 
-// The kernel that serves the problem in the least time, and its seconds; none and infinity where there is none.
-std::pair<std::optional<int>, double> fastest(BlockScaledMm const& p, Gpu const& gpu) {
-  std::optional<int> best;
-  double best_time = std::numeric_limits<double>::infinity();
-  if (compiled_for(gpu.arch) < kOldest) return {best, best_time};
+struct Fastest {
+  std::optional<BlockScaledMmChoice> choice;
+  double seconds = std::numeric_limits<double>::infinity();
+};
+
+Fastest fastest(BlockScaledMm const& p, Gpu const& gpu) {
+  Fastest best;
+  if (compiled_for(gpu.arch) < kOldest) return best;
   for (int i = 0; i < int(instances().size()); ++i) {
     if (!serves(instances()[i], p)) continue;
-    double const time = estimate_time(instances()[i], p, gpu);
-    if (best && time >= best_time) continue;
-    best = i;
-    best_time = time;
+    for (int split : {1, 2, 4, 8}) {
+      if (split > 1 && (p.in == DType::kF32 || workspace_of(p, {i, split}) > p.workspace_bytes)) break;
+      double const seconds = estimate_time(instances()[i], split, p, gpu);
+      if (best.choice && seconds >= best.seconds) continue;
+      best = {BlockScaledMmChoice{i, split}, seconds};
+    }
   }
-  return {best, best_time};
+  return best;
 }
 
 }  // namespace
@@ -87,16 +96,24 @@ std::pair<std::optional<int>, double> fastest(BlockScaledMm const& p, Gpu const&
 
 using namespace block_scaled;
 
-std::optional<int> select_block_scaled_mm(BlockScaledMm const& p, Gpu const& gpu) { return fastest(p, gpu).first; }
-
-bool dequantizes_once(BlockScaledMm const& p, Gpu const& gpu) {
-  return estimate_dequantized(p, gpu) < fastest(p, gpu).second;
+std::optional<BlockScaledMmChoice> select_block_scaled_mm(BlockScaledMm const& p, Gpu const& gpu) {
+  return fastest(p, gpu).choice;
 }
 
-std::string describe_block_scaled_mm(int kernel) {
-  Instance const& i = instances().at(kernel);
+bool dequantizes_once(BlockScaledMm const& p, Gpu const& gpu) {
+  return estimate_dequantized(p, gpu) < fastest(p, gpu).seconds;
+}
+
+int64_t workspace_of(BlockScaledMm const& p, BlockScaledMmChoice choice) {
+  int const parts = count_parts(p, instances().at(choice.instance).step, choice.split);
+  return parts > 1 ? parts * sums_of_part(p) * int64_t(sizeof(float)) : 0;
+}
+
+std::string describe_block_scaled_mm(BlockScaledMmChoice choice) {
+  Instance const& i = instances().at(choice.instance);
   auto const text = [](int number) { return std::to_string(number); };
-  std::string const words = "sm80 " + text(i.tile_m) + "x" + text(i.rows) + "x" + text(i.step) + " int" + text(i.bits);
+  std::string const words = "sm80 " + text(i.tile_m) + "x" + text(i.rows) + "x" + text(i.step) +
+                            (choice.split > 1 ? " split-K " + text(choice.split) : "") + " int" + text(i.bits);
   if (i.in == DType::kF32) return words + " weights by float32";
   return words + " weights scaled each " + text(i.unit) + (i.float_zero_points ? " float zero points" : "");
 }
@@ -111,13 +128,13 @@ cudaError_t prepare_block_scaled_mm() {
       bool fits;
       if (cudaError_t const error = i.prepare(fits)) return error;
     }
-    return cudaSuccess;
+    return prepare_add_parts();
   });
 }
 
-cudaError_t launch_block_scaled_mm(BlockScaledMm const& p, int kernel, Submit const& submit) {
+cudaError_t launch_block_scaled_mm(BlockScaledMm const& p, BlockScaledMmChoice choice, Submit const& submit) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return cudaSuccess;
-  return instances()[kernel].launch(p, submit);
+  return instances()[choice.instance].launch(p, choice.split, submit);
 }
 
 }  // namespace jax_qmm

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "block_scaled_mm/dequantize.cuh"
+#include "block_scaled_mm/instances.h"
 #include "core/async_copy.cuh"
 #include "scaled_mm/epilogue.cuh"
 
@@ -21,6 +22,9 @@ struct Params {
   int64_t x_batch_stride, w_batch_stride;
   bool aligned;  // whether rows of x start at multiples of 16 bytes
   unsigned tiles_m, tiles_n;
+  int k_of_part;  // whole steps
+  float* parts;   // [parts][batch][m][n], where sums go if K is split over blocks, or null
+  int64_t sums_of_part;
   VectorArg<float, false> bias;
   DType out_dtype;
   Activation activation;
@@ -55,6 +59,8 @@ Params make_params(BlockScaledMm const& problem) {
   p.out_dtype = problem.out_dtype;
   p.activation = problem.activation;
   p.low = problem.low, p.high = problem.high;
+  p.k_of_part = problem.k;
+  p.sums_of_part = sums_of_part(problem);
   return p;
 }
 
@@ -79,7 +85,8 @@ struct Config {
   static constexpr int kBlocksPerSm = TileM == 8 && !FloatZero && Unit > 16 ? 2 : 1;
   // Where registers are short, what was loaded is moved to where it is multiplied from; elsewhere two steps are
   // unrolled, which take turns.
-  static constexpr bool kMoves = FloatZero || TileM >= 64 || (TileM >= 32 && Unit < kColumns);
+  static constexpr bool kMoves =
+      FloatZero || TileM >= 64 || (TileM >= 32 && Unit < kColumns) || (TileM >= 16 && Unit == 16);
   static_assert(kThreads % (kStep / 8) == 0, "a thread copies the same columns of several rows of x");
 };
 
@@ -87,14 +94,14 @@ struct Config {
 template <class C>
 class SourceOfX {
  public:
-  __device__ SourceOfX(Params const& p, int l, int first_m)
+  __device__ SourceOfX(Params const& p, int l, int first_m, int k_begin, int k_end)
       : first_row_(threadIdx.x / kChunks),
         chunk_(threadIdx.x % kChunks),
         rows_(p.m - first_m),
-        columns_(p.k - 8 * chunk_),
+        columns_(k_end - k_begin - 8 * chunk_),
         k_(p.k),
         aligned_(p.aligned),
-        from_(static_cast<uint16_t const*>(p.x) + l * p.x_batch_stride + int64_t(first_m + first_row_) * k_ +
+        from_(static_cast<uint16_t const*>(p.x) + l * p.x_batch_stride + int64_t(first_m + first_row_) * k_ + k_begin +
               8 * chunk_) {}
 
   // Starts the copies of the next step.
@@ -151,11 +158,12 @@ struct Held {
 template <class C>
 class SourceOfWeights {
  public:
-  __device__ SourceOfWeights(Params const& p, int l, int first_n, int warp_k)
+  __device__ SourceOfWeights(Params const& p, int l, int first_n, int warp_k, int k_begin, int k_end)
       : p_(p),
         scale_(row_pointer(p.scale, l, first_n)),
         zero_(row_pointer(p.zero_point, l, first_n)),
-        column_(warp_k * C::kColumns),
+        column_(k_begin + warp_k * C::kColumns),
+        end_(k_end),
         held_unit_(threadIdx.x % 4 % C::kUnits) {
     int const rows = p.n - first_n, row = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -163,8 +171,8 @@ class SourceOfWeights {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         unsigned const n = min(16 * i + 8 * h + row, rows - 1);
-        words_[i][h] =
-            p.w + l * p.w_batch_stride + (int64_t(first_n) + n) * p.row_bytes + warp_k * 64 + threadIdx.x % 4 * 16;
+        words_[i][h] = p.w + l * p.w_batch_stride + (int64_t(first_n) + n) * p.row_bytes + column_ / 8 * C::kBits +
+                       threadIdx.x % 4 * 16;
         first_group_[i][h] = n * p.groups;
       }
     }
@@ -172,12 +180,11 @@ class SourceOfWeights {
 
   // Of the next step. Behind the end words stay what they were, for zeros of x, and scales are 0.
   __device__ void load(Held<C>& held) {
-    unsigned const columns = p_.row_bytes * (8 / C::kBits);
 #pragma unroll
     for (int i = 0; i < C::kTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        load_if(column_ < columns, held.words[i][h], words_[i][h]);
+        load_if(column_ < end_, held.words[i][h], words_[i][h]);
         words_[i][h] += 64 * C::kWarpsK;
       }
     }
@@ -186,7 +193,7 @@ class SourceOfWeights {
 #pragma unroll
     for (int u = 0; u < C::kHeld; ++u) {
       unsigned const unit = column_ / C::kUnit + held_unit_ + 4 * u;
-      there[u] = unit * C::kUnit < unsigned(p_.k);
+      there[u] = unit * C::kUnit < end_;
       group[u] = there[u] ? __umulhi(2 * unit, p_.block_inverse) : 0;
     }
     // The dtype is asked for once, not for each value.
@@ -235,7 +242,7 @@ class SourceOfWeights {
 
   Params const& p_;
   void const *scale_, *zero_;
-  unsigned column_, held_unit_;
+  unsigned column_, end_, held_unit_;
   uint8_t const* words_[C::kTiles][2];
   unsigned first_group_[C::kTiles][2];
 };

@@ -87,20 +87,26 @@ ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale, ffi::R
 }
 
 ffi::Error block_scaled_mm(Destination const& destination, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale,
-                           ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out, int32_t bits, int32_t block,
+                           ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
+                           std::optional<ffi::Result<ffi::AnyBuffer>> workspace, int32_t bits, int32_t block,
                            std::string_view names, std::string_view activation, float low, float high) {
   BlockScaledMm problem{};
   JAX_QMM_RETURN_IF_ERROR(read(x, w, scale, optional, *out, bits, block, names, activation, low, high, problem));
+  if (workspace) {
+    problem.workspace = (*workspace)->untyped_data();
+    problem.workspace_bytes = int64_t((*workspace)->size_bytes());
+  }
   Gpu const* gpu;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(current_gpu(gpu), "asking what the GPU is"));
   return destination([&](Submit const& submit, Chosen& chosen) {
-    std::optional<int> const kernel = chosen ? chosen->first : select_block_scaled_mm(problem, *gpu);
-    if (!kernel)
+    std::optional<BlockScaledMmChoice> choice;
+    choice = chosen ? BlockScaledMmChoice{chosen->first, chosen->second} : select_block_scaled_mm(problem, *gpu);
+    if (!choice)
       return ffi::Error::InvalidArgument("no kernel of this GPU serves x of " + std::to_string(problem.m) + " rows");
-    chosen = {*kernel, 0};
-    cudaError_t const error = launch_block_scaled_mm(problem, *kernel, submit);
+    chosen = {choice->instance, choice->split};
+    cudaError_t const error = launch_block_scaled_mm(problem, *choice, submit);
     if (error == cudaSuccess) return ffi::Error::Success();  // before a kernel is put into words
-    return cuda_error(error, describe_block_scaled_mm(*kernel).c_str());
+    return cuda_error(error, describe_block_scaled_mm(*choice).c_str());
   });
 }
 
@@ -113,11 +119,12 @@ ffi::Error initialize() {
 template <class Binding>
 auto bind(Binding binding) {
   return std::move(binding)
-      .template Arg<ffi::AnyBuffer>()  // x (1 | batch, M, K)
-      .template Arg<ffi::AnyBuffer>()  // w (1 | batch, N, bytes of padded K)
-      .template Arg<ffi::AnyBuffer>()  // scale (1 | batch, N, blocks of K)
-      .RemainingArgs()                 // zero_point (1 | batch, N, blocks of K), bias (1 | batch, N)
-      .template Ret<ffi::AnyBuffer>()  // out (batch, M, N)
+      .template Arg<ffi::AnyBuffer>()          // x (1 | batch, M, K)
+      .template Arg<ffi::AnyBuffer>()          // w (1 | batch, N, bytes of padded K)
+      .template Arg<ffi::AnyBuffer>()          // scale (1 | batch, N, blocks of K)
+      .RemainingArgs()                         // zero_point (1 | batch, N, blocks of K), bias (1 | batch, N)
+      .template Ret<ffi::AnyBuffer>()          // out (batch, M, N)
+      .template OptionalRet<ffi::AnyBuffer>()  // workspace, as large as the lowering found a kernel to need
       .template Attr<int32_t>("bits")
       .template Attr<int32_t>("block")
       .template Attr<std::string_view>("names")       // of zero_point and bias, where they are given

@@ -147,16 +147,17 @@ def _abstract_eval(*operands, num_batch, out_dtype, out_sharding, **params):
 # Lowerings: to the kernel, and to the reference; each for the operands that one device holds
 
 
-def _kernel(*operands, names, num_batch, qtype, packed, block, activation, out_dtype):
+def _kernel(*operands, names, num_batch, qtype, packed, block, activation, out_dtype, workspace):
     batch, rows, n, _ = matmul_form.sizes(operands, num_batch)
     x, w, *vectors = operands
     if not packed:
         w = packing.pack(w)
         # A traced zero point may be one that int8 has not; float32 has all that matter.
         vectors = [v.astype(jnp.float32) if v.dtype == jnp.int32 else v for v in vectors]
-    result = jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)
-    call = jax.ffi.ffi_call("jax_qmm_block_scaled_mm", result)
-    out = call(
+    results = [jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)]
+    if workspace:
+        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+    out, *_ = jax.ffi.ffi_call("jax_qmm_block_scaled_mm", results)(
         *matmul_form.fold([x, w, *vectors], _labels(names), num_batch),
         bits=np.int32(jnp.iinfo(qtype).bits),
         block=np.int32(max(block, 1)),  # without columns, blocks have none
@@ -214,6 +215,11 @@ def _by_xla(devices, operands, *, out_dtype, **params):
 
 
 _FLOAT32_ROWS = 16
+
+
+def _workspace(devices, operands, **params):
+    product = _product(operands, **params)
+    return _extension.block_scaled_mm_workspace(devices, product) if product and devices else 0
 
 
 def _choice(operands, results, **params):
@@ -313,6 +319,7 @@ OP = dispatch.Op(
     describe=_describe,
     choice=_choice,
     partitioned=_partitioned,
+    workspace=_workspace,
     by_xla=_by_xla,
     xla=_dequantized_once,
 )

@@ -352,6 +352,26 @@ def test_what_the_kernels_do_not_serve(m, k, block, why):
     assert why in row.runs_on
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("m", [1, 9, 17, 33])
+@pytest.mark.parametrize("zero_point", ["int8", F32])
+def test_k_is_split_where_blocks_are_few(zero_point, m, dtype, bits, monkeypatch):
+    monkeypatch.setattr(_extension, "dequantizes_once", lambda devices, product: False)
+    k = 9008
+    x, q, scale, zero_point = operands(23, m, 35, k, dtype, bits, 48, zero_point, batch=(2, 1))
+    w, bias = quantized(q, scale, zero_point, 48, bits).pack(), np.linspace(-1, 1, 35, dtype=F32)
+    y, error = allowed(x, q, scale, zero_point, 48)
+    f = jax.jit(lambda x: jax_qmm.block_scaled_mm(x, w, bias, activation="relu", out_dtype=jnp.float32))
+    (row,) = jax_qmm.explain(f, x[0]).rows
+    assert " split-K " in row.runs_on
+    out = np.asarray(f(x[0]))
+    assert np.all(np.abs(out - np.maximum(y[0] + bias, 0)) <= error[0] + 2.0**-23 * np.abs(bias))
+    np.testing.assert_array_equal(out, f(x[0]))
+    both = jax.jit(jax.vmap(lambda x: f(x)))(x)  # their rows are one matrix's
+    assert np.all(np.abs(both - np.maximum(y + bias, 0)) <= error + 2.0**-23 * np.abs(bias))
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("bits", BITS)
 def test_weights_are_dequantized_once_where_that_is_faster(bits, dtype, monkeypatch):

@@ -229,10 +229,11 @@ def test_the_kernel_gets_what_its_handler_reads(monkeypatch):
     """Operands and attributes of the custom call; what it computes, tests marked gpu say."""
     calls = []
 
-    def ffi_call(target, result):
+    def ffi_call(target, results):
         def call(*operands, **attributes):
             calls.append((target, [(x.dtype.name, x.shape) for x in operands], attributes))
-            return jnp.zeros(result.shape, result.dtype)
+            assert [(x.shape, x.dtype) for x in results[1:]] == [((1000,), jnp.uint8)] * packed
+            return [jnp.zeros(result.shape, result.dtype) for result in results]
 
         return call
 
@@ -243,7 +244,7 @@ def test_the_kernel_gets_what_its_handler_reads(monkeypatch):
     x, bias = jnp.ones((2, 3, 300), jnp.bfloat16), jnp.ones(6)
     for packed in (True, False):
         q = w.pack() if packed else w
-        out = module._kernel(x, q.qvalue, q.scale, q.zero_point, bias, packed=packed, **params)
+        out = module._kernel(x, q.qvalue, q.scale, q.zero_point, bias, packed=packed, workspace=1000 * packed, **params)
         assert out.shape == (2, 3, 6) and out.dtype == jnp.bfloat16
         target, operands, attributes = calls.pop()
         assert target == "jax_qmm_block_scaled_mm"
