@@ -158,8 +158,12 @@ class QArray:
 
     @property
     def tile_size(self) -> int:
-        size, count = self.stored_shape[-1], self.scale.shape[-1]
-        return self._tile_size or (1 if 0 in (size, count) else size // count)
+        return self.tile_along(self.ndim - 1)
+
+    def tile_along(self, axis: int) -> int:
+        """How many values along one of the `stored_shape`'s axes share a scale; the last tile may be short."""
+        size, count = self.stored_shape[axis], self.scale.shape[axis]
+        return (axis == self.ndim - 1 and self._tile_size) or (1 if 0 in (size, count) else size // count)
 
     @property
     def ndim(self) -> int:

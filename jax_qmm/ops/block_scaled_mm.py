@@ -82,12 +82,7 @@ def block_scaled_mm(
         raise TypeError(f"w is a {type(w).__name__}; it needs to be a QArray, as quantize returns it")
     if w.qtype not in WEIGHT_QTYPES:
         raise TypeError(f"w has values of {w.qtype}; it needs int4 or int8")
-    if x.ndim < 2:
-        raise ValueError(f"x has shape {x.shape}; it needs two dimensions or more, (..., M, K)")
-    if w.ndim != 2:
-        raise ValueError(f"w has shape {w.shape}; it needs two dimensions, (N, K)")
-    if x.shape[-1] != w.shape[-1]:
-        raise ValueError(f"x has shape {x.shape} and w {w.shape}; their last dimensions, K, need to be equal")
+    checks.product_shapes(x=x, w=w)
     out_dtype = x.dtype if out_dtype is None else checks.out_dtype(out_dtype)
     if out_dtype not in SCALE_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; it needs to be bfloat16, float16 or float32")
@@ -114,11 +109,11 @@ def _leaves(w):
 
     def of_rows(leaf):
         if leaf is not None and leaf.shape[axis] != n:  # several rows share a scale
-            leaf = spread(leaf, w.tile_size if axis == 1 else n // leaf.shape[axis], n, axis)
+            leaf = spread(leaf, w.tile_along(axis), n, axis)
         return leaf if leaf is None or axis == 0 else leaf.T
 
-    block = w.tile_size if axis == 0 else max(1, w.shape[1] // max(1, w.scale.shape[0]))
-    return w.qvalue if axis == 0 else w.qvalue.T, of_rows(w.scale), of_rows(w.zero_point), block
+    values = w.qvalue if axis == 0 else w.qvalue.T
+    return values, of_rows(w.scale), of_rows(w.zero_point), w.tile_along(1 - axis)
 
 
 def weight_product(x, w, vectors, *, num_batch=0, **params):

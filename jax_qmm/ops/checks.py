@@ -78,13 +78,21 @@ def matrices(a, b, qtypes=QTYPES):
     a, b = array("a", a, qtypes), array("b", b, qtypes)
     if a.dtype != b.dtype:
         raise TypeError(f"a has dtype {a.dtype} and b {b.dtype}; they need the same")
-    if a.ndim < 2:
-        raise ValueError(f"a has shape {a.shape}; it needs two dimensions or more, (..., M, K)")
-    if b.ndim != 2:
-        raise ValueError(f"b has shape {b.shape}; it needs two dimensions, (N, K)")
-    if a.shape[-1] != b.shape[-1]:
-        raise ValueError(f"a has shape {a.shape} and b {b.shape}; their last dimensions, K, need to be equal")
+    product_shapes(a=a, b=b)
     return a, b
+
+
+def product_shapes(**operands):
+    """Two operands, by their names: the first of shape (..., M, K), the second (N, K)."""
+    (name_a, a), (name_b, b) = operands.items()
+    if a.ndim < 2:
+        raise ValueError(f"{name_a} has shape {a.shape}; it needs two dimensions or more, (..., M, K)")
+    if b.ndim != 2:
+        raise ValueError(f"{name_b} has shape {b.shape}; it needs two dimensions, (N, K)")
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(
+            f"{name_a} has shape {a.shape} and {name_b} {b.shape}; their last dimensions, K, need to be equal"
+        )
 
 
 def scale(name, x):

@@ -33,16 +33,11 @@ def unserved(product, lhs, rhs):
     if any(counts[axis] not in (1, sizes[axis]) for axis in range(w.ndim) if axis != inner):
         return "blocks"
     several = any(sizes[axis] != 1 for axis in outer)
-    if several and sizes[inner] % _tile(w, inner) != 0:
+    if several and sizes[inner] % w.tile_along(inner) != 0:
         return "blocks"
     if w.is_packed and (inner != w.ndim - 1 or several and sizes[inner] % COLUMNS != 0):
         return "packed"
     return None
-
-
-def _tile(w, axis):
-    """How many values of one axis in memory share a scale."""
-    return w.tile_size if axis == w.ndim - 1 else max(1, w.stored_shape[axis] // max(1, w.scale.shape[axis]))
 
 
 def dot(product, lhs, rhs, bias, static):
@@ -84,5 +79,5 @@ def _weight(form, w, own):
     vectors = {"scale": vector(w.scale)}
     if w.zero_point is not None:
         vectors["zero_point"] = vector(w.zero_point)
-    block = max(1, math.prod(form.shape(form.contracted))) if shared else _tile(w, stored[form.contracted[-1]])
+    block = max(1, math.prod(form.shape(form.contracted))) if shared else w.tile_along(stored[form.contracted[-1]])
     return merged(transposed(w.qvalue, axes)), vectors, block
