@@ -210,6 +210,8 @@ void bind_block_scaled_mm(nb::module_& m) {
           nb::arg("gpu"), "The bytes that this kernel needs beside the result.")
       .def("dequantizes_once", dequantizes_once, nb::arg("gpu"),
            "Whether XLA's product of weights that are dequantized once is predicted to be faster than any kernel.");
+  m.def("restrict_block_scaled_mm", restrict_block_scaled_mm, nb::arg("words"),
+        "Leaves only the kernels whose words have this to choose from; all with an empty string. For tests.");
 }
 
 }  // namespace

@@ -66,6 +66,9 @@ struct BlockScaledMmChoice {
 std::optional<BlockScaledMmChoice> select_block_scaled_mm(BlockScaledMm const& problem, Gpu const& gpu);
 std::string describe_block_scaled_mm(BlockScaledMmChoice choice);
 
+// Leaves only the kernels whose words have this to choose from, for tests: all with "". Not while others choose.
+void restrict_block_scaled_mm(std::string words);
+
 // The bytes of workspace that a choice needs.
 int64_t workspace_of(BlockScaledMm const& problem, BlockScaledMmChoice choice);
 

@@ -16,6 +16,7 @@ struct Instance {
   int tile_m, rows;        // of x and of weights, of a block
   int step;                // columns of K, of all warps that share it
   int threads, blocks_per_sm;
+  bool wgmma;  // of Hopper alone, for rows of x that TMA can load
   cudaError_t (*prepare)(bool& fits);
   cudaError_t (*launch)(BlockScaledMm const&, int split, Submit const&);
 };
@@ -35,5 +36,6 @@ cudaError_t add_parts(BlockScaledMm const& problem, int parts, Submit const& sub
 template <DType In, int kBits>
 void add_instances(std::vector<Instance>& to);
 void add_f32_instances(std::vector<Instance>& to);
+void add_wgmma_instances(std::vector<Instance>& to);
 
 }  // namespace jax_qmm::block_scaled

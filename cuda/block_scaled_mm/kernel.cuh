@@ -206,14 +206,21 @@ cudaError_t prepare(bool& fits) {
   return prepare_kernel(kernel, {{}, C::kThreads, C::kSharedBytes}, fits);
 }
 
+// How many blocks share K.
 template <class C>
-cudaError_t launch(BlockScaledMm const& problem, int split, Submit const& submit) {
-  Params params = make_params<C>(problem);
+int set_parts(BlockScaledMm const& problem, int split, Params& params) {
   int const parts = count_parts(problem, C::kStep, split);
   if (parts > 1) {
     params.k_of_part = int(ceil_div(ceil_div(problem.k, C::kStep), parts) * C::kStep);
     params.parts = static_cast<float*>(problem.workspace);
   }
+  return parts;
+}
+
+template <class C>
+cudaError_t launch(BlockScaledMm const& problem, int split, Submit const& submit) {
+  Params params = make_params<C>(problem);
+  int const parts = set_parts<C>(problem, split, params);
   dim3 const blocks(params.tiles_m * params.tiles_n * unsigned(problem.batch), parts);
   LaunchShape const shape{blocks, C::kThreads, C::kSharedBytes};
   cudaError_t const error = jax_qmm::launch(submit, shape, block_scaled_mm_kernel<C>, params);
@@ -223,7 +230,7 @@ cudaError_t launch(BlockScaledMm const& problem, int split, Submit const& submit
 template <class C>
 Instance describe(DType in) {
   return {in,       C::kBits,    C::kFloatZero,   C::kUnit, C::kTileM, C::kRows,
-          C::kStep, C::kThreads, C::kBlocksPerSm, nullptr,  nullptr};
+          C::kStep, C::kThreads, C::kBlocksPerSm, false,    nullptr,   nullptr};
 }
 
 template <class C>

@@ -22,12 +22,24 @@ std::vector<Instance> const& instances() {
     add_instances<DType::kF16, 4>(found);
     add_instances<DType::kF16, 8>(found);
     add_f32_instances(found);
+#ifdef JAX_QMM_SM90
+    add_wgmma_instances(found);
+#endif
     return found;
   }();
   return all;
 }
 
+std::string& wanted() {
+  static std::string words;
+  return words;
+}
+
+bool runs(Instance const& i, Gpu const& gpu) { return !i.wgmma || gpu.arch == 90; }
+
 bool serves(Instance const& i, BlockScaledMm const& p) {
+  // Rows of x that TMA can load.
+  if (i.wgmma && (p.k == 0 || p.k % 8 != 0 || reinterpret_cast<uintptr_t>(p.x) % 16 != 0)) return false;
   if (i.in != p.in || i.bits != p.bits || (p.block < p.k && p.block % i.unit != 0)) return false;
   return i.in == DType::kF32 ? p.m <= i.tile_m : i.float_zero_points == p.float_zero_points();
 }
@@ -42,7 +54,8 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   double const blocks = tiles_m * tiles_n * p.batch * parts;
   double const cycles = std::min<double>(gpu.sm_count, blocks) * gpu.clock;  // of the SMs that have a block
   double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
-  double const turns = waves * double(ceil_div(ceil_div(p.k, i.step), parts)) * kRoundTrip;
+  int const asked = i.wgmma ? 2 : 1;  // steps whose weights are on their way
+  double const turns = waves * double(ceil_div(ceil_div(p.k, i.step), parts)) * kRoundTrip / asked;
   // Memory has the weights to read once, and L2 what every block reads.
   double const weights = double(p.batch) * p.n * p.row_bytes(), x = double(p.batch) * p.m * p.k * bytes_of(p.in);
   double const reading = std::max(weights / gpu.copy_rate, (weights * tiles_m + x * tiles_n) / (kL2 * cycles));
@@ -52,11 +65,15 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   constexpr double kIssued = 0.37;
   double const to_float = p.in == DType::kF32 ? 3 : p.bits == 4 ? 3.3 : p.in == DType::kF16 ? 4.2 : 5.7;
   double const of_row = p.in == DType::kF32 ? 1 : 4.0 / i.unit;
+  // With wgmma the tensor cores' products come beside those instructions: predicted, not measured.
   double const tiles = tiles_m * tiles_n * i.rows * double(p.k) * p.batch;  // of one weight by all rows of x of a tile
-  double const issuing = tiles * (to_float + of_row * i.tile_m) / (kIssued * 128 * cycles);
+  double const issued = i.wgmma ? 2.5 + double(i.tile_m) / p.block : to_float + of_row * i.tile_m;
+  double const issuing = tiles * issued / (kIssued * 128 * cycles);
+  double const rate = 0.7 * gpu.peak / 2 * cycles / (gpu.sm_count * gpu.clock);
+  double const multiplying = i.wgmma ? 2 * tiles * i.tile_m / rate : 0;
   auto const cube = [](double seconds) { return seconds * seconds * seconds; };
   double const adding = parts > 1 ? kSecond + 4.0 * parts * sums_of_part(p) / (kL2 * gpu.sm_count * gpu.clock) : 0;
-  return std::cbrt(cube(turns) + cube(reading) + cube(issuing)) + adding;
+  return std::cbrt(cube(turns) + cube(reading) + cube(issuing) + cube(multiplying)) + adding;
 }
 
 // Seconds of XLA's operations: one that dequantizes, and a product of x's dtype. On an H200 that product reaches 0.7 of
@@ -80,8 +97,9 @@ Fastest fastest(BlockScaledMm const& p, Gpu const& gpu) {
   Fastest best;
   if (compiled_for(gpu.arch) < kOldest) return best;
   for (int i = 0; i < int(instances().size()); ++i) {
-    if (!serves(instances()[i], p)) continue;
+    if (!runs(instances()[i], gpu) || !serves(instances()[i], p)) continue;
     for (int split : {1, 2, 4, 8}) {
+      if (describe_block_scaled_mm({i, split}).find(wanted()) == std::string::npos) continue;
       if (split > 1 && (p.in == DType::kF32 || workspace_of(p, {i, split}) > p.workspace_bytes)) break;
       double const seconds = estimate_time(instances()[i], split, p, gpu);
       if (best.choice && seconds >= best.seconds) continue;
@@ -104,6 +122,8 @@ bool dequantizes_once(BlockScaledMm const& p, Gpu const& gpu) {
   return estimate_dequantized(p, gpu) < fastest(p, gpu).seconds;
 }
 
+void restrict_block_scaled_mm(std::string words) { wanted() = std::move(words); }
+
 int64_t workspace_of(BlockScaledMm const& p, BlockScaledMmChoice choice) {
   int const parts = count_parts(p, instances().at(choice.instance).step, choice.split);
   return parts > 1 ? parts * sums_of_part(p) * int64_t(sizeof(float)) : 0;
@@ -112,8 +132,9 @@ int64_t workspace_of(BlockScaledMm const& p, BlockScaledMmChoice choice) {
 std::string describe_block_scaled_mm(BlockScaledMmChoice choice) {
   Instance const& i = instances().at(choice.instance);
   auto const text = [](int number) { return std::to_string(number); };
-  std::string const words = "sm80 " + text(i.tile_m) + "x" + text(i.rows) + "x" + text(i.step) +
-                            (choice.split > 1 ? " split-K " + text(choice.split) : "") + " int" + text(i.bits);
+  std::string const words = (i.wgmma ? "sm90 wgmma " : "sm80 ") + text(i.tile_m) + "x" + text(i.rows) + "x" +
+                            text(i.step) + (choice.split > 1 ? " split-K " + text(choice.split) : "") + " int" +
+                            text(i.bits);
   if (i.in == DType::kF32) return words + " weights by float32";
   return words + " weights scaled each " + text(i.unit) + (i.float_zero_points ? " float zero points" : "");
 }
@@ -125,6 +146,7 @@ cudaError_t prepare_block_scaled_mm() {
     if (cudaError_t const error = current_gpu(gpu)) return error;
     if (compiled_for(gpu->arch) < kOldest) return cudaSuccess;
     for (Instance const& i : instances()) {
+      if (!runs(i, *gpu)) continue;
       bool fits;
       if (cudaError_t const error = i.prepare(fits)) return error;
     }

@@ -352,6 +352,76 @@ def test_what_the_kernels_do_not_serve(m, k, block, why):
     assert why in row.runs_on
 
 
+@pytest.fixture
+def only_wgmma(extension):
+    """Has every product take a kernel with wgmma."""
+    if _extension.gpu().arch != 90 or "90a" not in extension.architectures():
+        pytest.skip("the GPU or the build is without wgmma")
+    extension.restrict_block_scaled_mm("wgmma")
+    yield
+    extension.restrict_block_scaled_mm("")
+
+
+@pytest.mark.usefixtures("only_wgmma")
+class TestWgmma:
+    @pytest.mark.parametrize("bits", BITS)
+    @pytest.mark.parametrize("dtype", [BF16, F16])
+    @pytest.mark.parametrize("zero_point", ["none", "int8"])
+    @pytest.mark.parametrize(
+        ("m", "n", "k", "block"),
+        [
+            (64, 130, 64, 64),
+            (49, 37, 328, 128),
+            (1, 129, 520, 192),
+            (128, 16, 8, 64),
+            (130, 40, 1416, 320),
+            (65, 5, 456, 456),
+        ],
+    )
+    def test_shapes_and_blocks(self, m, n, k, block, zero_point, dtype, bits):
+        check(*operands(m, m, n, k, dtype, bits, block, zero_point), bits=bits, block=block)
+
+    @pytest.mark.parametrize("bits", BITS)
+    @pytest.mark.parametrize("tile", ["wgmma 64x", "wgmma 128x"])
+    def test_each_column_is_multiplied_by_its_own_scale(self, tile, bits, extension):
+        extension.restrict_block_scaled_mm(tile)
+        k, block = 328, 64
+        q = np.ones((1, 4, k), int)
+        scale = 2.0 ** (np.arange(4 * 6).reshape(1, 4, 6) % 23 - 11).astype(F32)
+        for dtype in (BF16, F16):
+            out = call(np.eye(k).astype(dtype)[None], pack(q, bits), scale, bits=bits, block=block)
+            np.testing.assert_array_equal(out[0].T, np.repeat(scale[0], block, -1)[:, :k])
+
+    @pytest.mark.parametrize("bits", BITS)
+    def test_huge_x_and_specials(self, bits):
+        for dtype, huge in ((F16, 65504), (BF16, 3.0e38)):
+            x, q, scale, zero_point = operands(24, 70, 40, 328, dtype, bits, 64, "int8")
+            x[0, 1, 7] = huge
+            check(x, q, (scale * 0.1).astype(F32), zero_point, bits=bits, block=64)
+            x[0, 1, 7] = np.nan
+            out = call(x, pack(q, bits), scale, zero_point, bits=bits, block=64)
+            assert np.isnan(out[0, 1]).all() and np.isfinite(np.delete(out, 1, 1)).all()
+
+    @pytest.mark.parametrize("batch", [(2, 2), (2, 1), (1, 2)])
+    @pytest.mark.parametrize("out_dtype", [BF16, F16])
+    def test_batches_and_dtypes_of_the_result(self, out_dtype, batch):
+        check(*operands(25, 66, 35, 136, BF16, 4, 64, "int8", batch=batch), bits=4, block=64, out_dtype=out_dtype)
+
+    @pytest.mark.parametrize("bits", BITS)
+    def test_split_k_bias_and_activation(self, bits, monkeypatch, extension):
+        """Parts of K begin and end within blocks."""
+        monkeypatch.setattr(_extension, "dequantizes_once", lambda devices, product: False)
+        x, q, scale, zero_point = operands(26, 66, 35, 1416, BF16, bits, 320, "int8", batch=(1, 1))
+        w, bias = quantized(q, scale, zero_point, 320, bits).pack(), np.linspace(-1, 1, 35, dtype=F32)
+        y, error = allowed(x, q, scale, zero_point, 320)
+        for words in ("wgmma 64x128x128 split-K 4", "wgmma 128x128x128 split-K 4"):
+            extension.restrict_block_scaled_mm(words if bits == 4 else words.replace("128 split", "64 split"))
+            f = jax.jit(lambda x: jax_qmm.block_scaled_mm(x, w, bias, activation="relu", out_dtype=jnp.float32))
+            (row,) = jax_qmm.explain(f, x[0]).rows
+            assert "wgmma" in row.runs_on and "split-K 4" in row.runs_on
+            assert np.all(np.abs(f(x[0]) - np.maximum(y[0] + bias, 0)) <= error[0] + 2.0**-23 * np.abs(bias))
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("m", [1, 9, 17, 33])
