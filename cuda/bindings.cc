@@ -202,6 +202,16 @@ void bind_block_scaled_mm(nb::module_& m) {
           },
           "The kernel that serves it on a GPU, in words; None where there is none.")
       .def(
+          "choices",
+          [](BlockScaledMm const& p, Gpu const& gpu) {
+            std::vector<std::pair<std::string, int64_t>> found;
+            for (auto const choice : block_scaled_mm_choices(p, gpu)) {
+              found.emplace_back(describe_block_scaled_mm(choice), workspace_of(p, choice));
+            }
+            return found;
+          },
+          nb::arg("gpu"), "All kernels that serve it, in words, and the bytes of workspace of each.")
+      .def(
           "workspace",
           [](BlockScaledMm const& p, Gpu const& gpu) {
             auto const choice = select_block_scaled_mm(p, gpu);
@@ -211,7 +221,7 @@ void bind_block_scaled_mm(nb::module_& m) {
       .def("dequantizes_once", dequantizes_once, nb::arg("gpu"),
            "Whether XLA's product of weights that are dequantized once is predicted to be faster than any kernel.");
   m.def("restrict_block_scaled_mm", restrict_block_scaled_mm, nb::arg("words"),
-        "Leaves only the kernels whose words have this to choose from; all with an empty string. For tests.");
+        "Leaves only the kernels whose words have this to choose from, not XLA's product; all with \"\". For tests.");
 }
 
 }  // namespace

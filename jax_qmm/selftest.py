@@ -1,6 +1,7 @@
 """`python -m jax_qmm selftest`: every kernel of the build on this machine's GPU, against the reference."""
 
 import functools
+import itertools
 import os
 import sys
 from collections import defaultdict
@@ -45,6 +46,11 @@ KINDS = (
 CLAMP, OUT_SCALE, OUT_ZERO_POINT = (-40.0, 30.0), 0.37, -9
 # Of the sum of absolute products: tensor cores cut each of the 33 terms of a step at 2**-13 of the largest.
 FP8_TOLERANCE = 2.0**-9
+
+# Products with weights that are scaled in blocks: N and K ragged, M below and above what tiles have.
+WEIGHT_N, WEIGHT_K, WEIGHT_ROWS = 133, 1416, (1, 17, 131)
+WEIGHT_BLOCKS = (16, 32, 64, 320)
+WEIGHT_ZERO_POINTS = (None, "int32", "float32")
 
 # Shapes to quantize, with columns around the lengths at which the kernels change.
 ARRAYS = ((3, 1), (5, 31), (3, 1000), (2, 28672), (1, 131075))
@@ -173,6 +179,43 @@ def _expected(operands, kind):
     return want, FP8_TOLERANCE * size + float(jnp.finfo(out_dtype).eps) * np.abs(want) + 2.0**-20
 
 
+def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str | None, block: int) -> Iterator[Result]:
+    """Runs every kernel that serves products of these operands, over M and with K split in each way.
+
+    Sums are of exact products, K of them and a float32 error for each, and a few roundings more. A weight less a float
+    zero point, and any weight that float32 multiplies, is rounded to x's dtype.
+    """
+    rng = np.random.default_rng(block)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    groups = (WEIGHT_N, -(-WEIGHT_K // block))
+    q = rng.integers(low, high, (WEIGHT_N, WEIGHT_K), np.int8)
+    scale = rng.uniform(0.5, 2, groups).astype("f")
+    zero_point = rng.uniform(low, high, groups).astype(zero_dtype) if zero_dtype else None
+    w = jax_qmm.QArray(q, scale, zero_point, qtype=f"int{bits}", tile_size=block).pack()
+    spread = lambda leaf: np.repeat(np.float64(leaf), block, 1)[:, :WEIGHT_K]
+    dequantized = (q - (spread(zero_point) if zero_dtype else 0)) * spread(scale)
+    rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-22}[dtype]
+    rounding *= zero_dtype == "float32" or dtype == "float32"
+    name = f"block_scaled_mm, {dtype}, int{bits} weights" + (f", {zero_dtype} zero points" if zero_dtype else "")
+    for m in WEIGHT_ROWS:
+        x = rng.standard_normal((m, WEIGHT_K), np.float32).astype(jnp.dtype(dtype))
+        want, size = x.astype("d") @ dequantized.T, np.abs(x.astype("d")) @ np.abs(dequantized).T
+        tolerance = (rounding + (WEIGHT_K + 16) * 2.0**-23) * size + 2.0**-23 * np.abs(want)
+        kind = dtype, "float32", bits, block, "int8" if zero_dtype == "int32" else zero_dtype
+        choices = kernels.BlockScaledMmProblem(m, WEIGHT_N, WEIGHT_K, 1, *kind).choices(gpu)
+        run = jax.jit(functools.partial(jax_qmm.block_scaled_mm, out_dtype=jnp.float32))
+        # The one with the largest workspace comes first: its program serves all.
+        for words, _ in sorted(choices, key=lambda choice: -choice[1]):
+            kernels.restrict_block_scaled_mm(words)
+            try:
+                out = np.asarray(run(x, w))
+            finally:
+                kernels.restrict_block_scaled_mm("")
+            wrong = int((~(np.abs(out - want) <= tolerance)).sum())
+            shape = f"M {m}, N {WEIGHT_N}, K {WEIGHT_K}, blocks of {block}"
+            yield Result(name, _extension.as_compiled(kernels, words, gpu), shape, wrong)
+
+
 def check_quantize(rows: int, columns: int) -> Iterator[Result]:
     """Quantizes an array in every way that has a kernel; all must agree with the reference bit for bit."""
     x = np.random.default_rng(columns).standard_normal((rows, columns), np.float32)
@@ -213,6 +256,9 @@ def run(kernels, gpu) -> tuple[list[Result], list[str]]:
         for m, k in PRODUCTS:
             check = functools.partial(check_scaled_mm, kernels, gpu, kind, m, k)
             programs[f"scaled_mm {' '.join(map(str, kind))}, M {m}, K {k}"] = check
+    for kind in itertools.product(FLOATS, (4, 8), WEIGHT_ZERO_POINTS, WEIGHT_BLOCKS):
+        check = functools.partial(check_block_scaled_mm, kernels, gpu, *kind)
+        programs[f"block_scaled_mm {' '.join(map(str, kind))}"] = check
     for shape in ARRAYS:
         programs[f"quantize {shape}"] = functools.partial(check_quantize, *shape)
     results, failures = [], []
@@ -265,4 +311,4 @@ def main() -> None:
     print(*failures, sep="\n", end="\n" if failures else "")
     if failures or not results:
         raise SystemExit(1)
-    print("Every kernel agrees with the reference: int8 bit for bit, fp8 within its rounding.")
+    print("Every kernel agrees with the reference: int8 bit for bit, others within their rounding.")

@@ -210,13 +210,54 @@ def check_quantize(rng, cpu):
     return kind, ""
 
 
+def check_weights(rng, cpu):
+    """Compares a product with weights in blocks; the tolerance is that of tests/ops/test_block_scaled_mm_gpu.py."""
+    dtype, out = (str(rng.choice(["float32", "bfloat16", "float16"])) for _ in range(2))
+    width = int(rng.choice([4, 8]))
+    m, n, k, batch = size(rng, 512), size(rng, 1024), size(rng, 4096), int(rng.choice([0, 0, 1, 3]))
+    block = min(16 * int(rng.choice([1, 2, 3, 4, 8, 16, 20, 1000])), max(k, 1))
+    low, high = -(2 ** (width - 1)), 2 ** (width - 1)
+    groups = (n, -(-k // block))
+    q = rng.integers(low, high, (n, k), np.int8)
+    scale = rng.uniform(-2, 2, groups).astype(jnp.dtype(str(rng.choice(["float32", "bfloat16", "float16"]))))
+    zero_dtype = [None, "int32", "float32", "bfloat16"][rng.integers(4)]
+    zero_point = rng.uniform(low, high, groups).astype(jnp.dtype(zero_dtype)) if zero_dtype else None
+    x = (rng.standard_normal((batch, m, k) if batch else (m, k), np.float32) / max(k, 1)).astype(jnp.dtype(dtype))
+    vectors = [rng.uniform(-2, 2, n).astype("f")] if rng.random() < 0.5 else []
+    activation = (None, "relu", (-3.0, 5.0))[rng.integers(3)]
+    packed, options = bool(rng.random() < 0.8), {"activation": activation, "out_dtype": jnp.dtype(out)}
+
+    def product(x, q, scale, zero_point, *vectors):
+        w = jax_qmm.QArray(q, scale, zero_point, qtype=f"int{width}", tile_size=block)
+        return jax_qmm.block_scaled_mm(x, w.pack() if packed else w, *vectors, **options)
+
+    got = np.asarray(jax.jit(product)(x, q, scale, zero_point, *vectors)).astype("d")
+    spread = lambda leaf: np.repeat(leaf.astype("d"), block, 1)[:, :k]
+    scales, wide = spread(scale), x.astype("d")
+    w = (q - (spread(zero_point) if zero_dtype else 0)) * scales
+    want = wide @ w.T + (vectors[0] if vectors else 0)
+    total = np.abs(wide) @ np.abs(w.T)
+    # XLA multiplies weights that are rounded to x's dtype, which may be beyond float16's least.
+    rounded = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-22}[dtype]
+    off = (rounded + (k + 16) * 2.0**-23) * total + 2.0**-23 * np.abs(want) + float(jnp.finfo(out).tiny)
+    if dtype == "float16":
+        off += 2.0**-24 * (np.abs(wide) @ np.abs(scales.T))
+    low, high = {None: (-np.inf, np.inf), "relu": (0, np.inf)}.get(activation, activation)
+    want = np.clip(want, low, high)
+    off += float(jnp.finfo(out).eps) * (np.abs(want) + off)
+    kind = f"{dtype} by int{width} weights to {out}"
+    wrong = ~(np.abs(got - want) <= off)
+    given = f"x {x.shape}, w {q.shape}, blocks of {block}, {zero_dtype} zero points, packed: {packed}, {options}"
+    return kind, f"{kind}, {given}: {wrong.sum()} of {wrong.size} wrong" if wrong.any() else ""
+
+
 def soak(seed, seconds):
     """Calls until the time is over: the counts by kind, and what was wrong or ""."""
     os.environ["JAX_QMM_STRICT"] = "1"  # a call on the reference would compare it with itself
     cpu, counts, until, wrong, number = jax.devices("cpu")[0], collections.Counter(), time.monotonic() + seconds, "", 0
     while time.monotonic() < until and not wrong:
         rng = np.random.default_rng((seed, number))
-        kind, wrong = (check_quantize if rng.random() < 0.25 else check_product)(rng, cpu)
+        kind, wrong = (check_product, check_product, check_weights, check_quantize)[rng.integers(4)](rng, cpu)
         wrong = wrong and f"seed {seed}, call {number}: {wrong}"
         counts[kind] += 1
         number += 1

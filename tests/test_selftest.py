@@ -28,6 +28,12 @@ class Extension:
             return types.SimpleNamespace(choices=lambda gpu: choices, tune=tune)
 
         self.ScaledMmProblem = problem
+        kernels_of_weights = types.SimpleNamespace(choices=lambda gpu: [("narrow", 0), ("wide", 64)])
+        self.BlockScaledMmProblem = lambda *product: kernels_of_weights
+        self.only = ""  # of these
+
+    def restrict_block_scaled_mm(self, words):
+        self.only = words
 
     def compiled_for(self, capability):
         return capability
@@ -42,6 +48,9 @@ class Extension:
 @pytest.fixture
 def extension(monkeypatch):
     """The stand-in, and a few small inputs."""
+    monkeypatch.setattr(selftest, "WEIGHT_BLOCKS", (64,))
+    monkeypatch.setattr(selftest, "WEIGHT_K", 200)
+    monkeypatch.setattr(selftest, "WEIGHT_ROWS", (3,))
     monkeypatch.setattr(selftest, "PRODUCTS", ((17, 48), (3, 75)))
     monkeypatch.setattr(selftest, "ARRAYS", ((2, 40),))
     monkeypatch.setattr(selftest, "FLOATS", ("float32",))
@@ -81,7 +90,9 @@ def test_every_kernel_runs_in_every_way(extension):
     assert failures == [] and not any(result.wrong for result in results)
     products = [result for result in results if result.op.startswith("scaled_mm")]
     assert len(products) == len(selftest.KINDS) * (3 + 1) and {result.kernel for result in products} == {*KERNELS}
-    assert len(results) - len(products) == 3 * 3  # qtypes and scales
+    weights = [result for result in results if result.op.startswith("block_scaled_mm")]
+    assert [result.kernel for result in weights] == ["wide", "narrow"] * (2 * 3)  # bits, zero points
+    assert len(results) - len(products) - len(weights) == 3 * 3  # qtypes and scales
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -91,7 +102,7 @@ def test_a_wrong_kernel_is_found(extension, monkeypatch, kernel):
     results, _ = selftest.run(extension, GPU)
     wrong = [result for result in results if result.wrong]
     assert {result.kernel for result in wrong} == {kernel} and {result.wrong for result in wrong} == {1}
-    assert {result.op for result in wrong} == {result.op for result in results if "scaled_mm" in result.op}
+    assert {result.op for result in wrong} == {result.op for result in results if result.op.startswith("scaled_mm")}
 
 
 def test_fp8_may_differ_as_tensor_cores_do_and_int8_not_at_all(extension, monkeypatch):
@@ -102,6 +113,19 @@ def test_fp8_may_differ_as_tensor_cores_do_and_int8_not_at_all(extension, monkey
     spoil(monkeypatch, extension, "generic", by=2.0**-8)
     results, _ = selftest.run(extension, GPU)
     assert {result.op for result in results if result.wrong} == {"scaled_mm, int8 to float32"}
+
+
+@pytest.mark.parametrize(("error", "found"), [(2.0**-7, True), (2.0**-16, False)])
+def test_a_wrong_kernel_with_weights_in_blocks_is_found(extension, monkeypatch, error, found):
+    monkeypatch.setattr(selftest, "KINDS", ())
+    monkeypatch.setattr(selftest, "ARRAYS", ())
+    op = jax_qmm.block_scaled_mm
+    spoiled = lambda x, w, **options: op(x, w, **options).at[0, 3].mul(1 + (extension.only == "narrow") * error)
+    monkeypatch.setattr(jax_qmm, "block_scaled_mm", spoiled)
+    monkeypatch.setattr(jax, "jit", lambda function: function)  # each kernel is a program here
+    results, _ = selftest.run(extension, GPU)
+    assert {result.kernel for result in results if result.wrong} == ({"narrow"} if found else set())
+    assert extension.only == ""
 
 
 def test_a_wrong_quantizer_is_found(extension, monkeypatch):
@@ -176,6 +200,15 @@ def test_the_kernels_pass_scaled_mm(kind):
     results = [*selftest.check_scaled_mm(kernels, _extension.gpu(), kind, 7, 272)]
     kernels.clear_scaled_mm_tuning()
     assert len(results) > 1 and [result for result in results if result.wrong] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bits", "block"), [("bfloat16", 4, 64), ("float16", 8, 320), ("float32", 4, 16)])
+def test_the_kernels_pass_block_scaled_mm(dtype, bits, block, monkeypatch):
+    monkeypatch.setattr(selftest, "WEIGHT_ROWS", (2, 67))
+    kernels, _ = _extension._load()
+    results = [*selftest.check_block_scaled_mm(kernels, _extension.gpu(), dtype, bits, "int32", block)]
+    assert (results or kernels.compiled_for(_extension.gpu().arch) < 80) and not any(r.wrong for r in results)
 
 
 @pytest.mark.gpu

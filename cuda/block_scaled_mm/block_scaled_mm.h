@@ -62,11 +62,14 @@ struct BlockScaledMmChoice {
   int instance, split;
 };
 
-// The kernel that serves the problem with the workspace that it has; none where there is none.
+// Those that serve the problem with the workspace that it has, and of these the one that is predicted to be the
+// fastest.
+std::vector<BlockScaledMmChoice> block_scaled_mm_choices(BlockScaledMm const& problem, Gpu const& gpu);
 std::optional<BlockScaledMmChoice> select_block_scaled_mm(BlockScaledMm const& problem, Gpu const& gpu);
 std::string describe_block_scaled_mm(BlockScaledMmChoice choice);
 
-// Leaves only the kernels whose words have this to choose from, for tests: all with "". Not while others choose.
+// Leaves only the kernels whose words have this to choose from, for tests, and XLA's product not: all with "". Not
+// while other threads choose.
 void restrict_block_scaled_mm(std::string words);
 
 // The bytes of workspace that a choice needs.

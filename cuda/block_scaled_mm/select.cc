@@ -95,16 +95,9 @@ struct Fastest {
 
 Fastest fastest(BlockScaledMm const& p, Gpu const& gpu) {
   Fastest best;
-  if (compiled_for(gpu.arch) < kOldest) return best;
-  for (int i = 0; i < int(instances().size()); ++i) {
-    if (!runs(instances()[i], gpu) || !serves(instances()[i], p)) continue;
-    for (int split : {1, 2, 4, 8}) {
-      if (describe_block_scaled_mm({i, split}).find(wanted()) == std::string::npos) continue;
-      if (split > 1 && (p.in == DType::kF32 || workspace_of(p, {i, split}) > p.workspace_bytes)) break;
-      double const seconds = estimate_time(instances()[i], split, p, gpu);
-      if (best.choice && seconds >= best.seconds) continue;
-      best = {BlockScaledMmChoice{i, split}, seconds};
-    }
+  for (BlockScaledMmChoice const choice : block_scaled_mm_choices(p, gpu)) {
+    double const seconds = estimate_time(instances()[choice.instance], choice.split, p, gpu);
+    if (!best.choice || seconds < best.seconds) best = {choice, seconds};
   }
   return best;
 }
@@ -114,12 +107,26 @@ Fastest fastest(BlockScaledMm const& p, Gpu const& gpu) {
 
 using namespace block_scaled;
 
+std::vector<BlockScaledMmChoice> block_scaled_mm_choices(BlockScaledMm const& p, Gpu const& gpu) {
+  std::vector<BlockScaledMmChoice> found;
+  if (compiled_for(gpu.arch) < kOldest) return found;
+  for (int i = 0; i < int(instances().size()); ++i) {
+    if (!runs(instances()[i], gpu) || !serves(instances()[i], p)) continue;
+    for (int split : {1, 2, 4, 8}) {
+      if (split > 1 && (p.in == DType::kF32 || workspace_of(p, {i, split}) > p.workspace_bytes)) break;
+      if (!wanted().empty() && describe_block_scaled_mm({i, split}).find(wanted()) == std::string::npos) continue;
+      found.push_back({i, split});
+    }
+  }
+  return found;
+}
+
 std::optional<BlockScaledMmChoice> select_block_scaled_mm(BlockScaledMm const& p, Gpu const& gpu) {
   return fastest(p, gpu).choice;
 }
 
 bool dequantizes_once(BlockScaledMm const& p, Gpu const& gpu) {
-  return estimate_dequantized(p, gpu) < fastest(p, gpu).seconds;
+  return wanted().empty() && estimate_dequantized(p, gpu) < fastest(p, gpu).seconds;
 }
 
 void restrict_block_scaled_mm(std::string words) { wanted() = std::move(words); }

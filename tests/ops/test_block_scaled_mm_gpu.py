@@ -408,9 +408,8 @@ class TestWgmma:
         check(*operands(25, 66, 35, 136, BF16, 4, 64, "int8", batch=batch), bits=4, block=64, out_dtype=out_dtype)
 
     @pytest.mark.parametrize("bits", BITS)
-    def test_split_k_bias_and_activation(self, bits, monkeypatch, extension):
+    def test_split_k_bias_and_activation(self, bits, extension):
         """Parts of K begin and end within blocks."""
-        monkeypatch.setattr(_extension, "dequantizes_once", lambda devices, product: False)
         x, q, scale, zero_point = operands(26, 66, 35, 1416, BF16, bits, 320, "int8", batch=(1, 1))
         w, bias = quantized(q, scale, zero_point, 320, bits).pack(), np.linspace(-1, 1, 35, dtype=F32)
         y, error = allowed(x, q, scale, zero_point, 320)
