@@ -191,7 +191,8 @@ def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str |
     q = rng.integers(low, high, (WEIGHT_N, WEIGHT_K), np.int8)
     scale = rng.uniform(0.5, 2, groups).astype("f")
     zero_point = rng.uniform(low, high, groups).astype(zero_dtype) if zero_dtype else None
-    w = jax_qmm.QArray(q, scale, zero_point, qtype=f"int{bits}", tile_size=block).pack()
+    zeros = None if zero_point is None else jnp.asarray(zero_point)
+    w = jax_qmm.QArray(jnp.asarray(q), jnp.asarray(scale), zeros, qtype=f"int{bits}", tile_size=block).pack()
     spread = lambda leaf: np.repeat(np.float64(leaf), block, 1)[:, :WEIGHT_K]
     dequantized = (q - (spread(zero_point) if zero_dtype else 0)) * spread(scale)
     rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-22}[dtype]

@@ -91,7 +91,7 @@ MUTANTS = [
         "min(16 * i + 8 * h + row, rows - 1)",
         "16 * i + 8 * h + row",
     ),
-    Mutant("block scaled: columns of weights beyond K", BLOCK_SOURCES, "load_if(column_ < columns, ", "load_if(true, "),
+    Mutant("block scaled: columns of weights beyond K", BLOCK_SOURCES, "load_if(column_ < end_, ", "load_if(true, "),
     Mutant(
         "block scaled: scales beyond K",
         BLOCK_SOURCES,
