@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(Params p, int parts
   float sum = p.parts[i];
   for (int part = 1; part < parts; ++part) sum += p.parts[part * p.sums_of_part + i];
   int64_t const row = i / p.n;
-  p.write(int(row / p.m), int(row % p.m), int(i % p.n), sum);
+  int const l = int(row / p.m), n = int(i % p.n);
+  p.write<1>(l, int(row % p.m), n, {sum}, {p.bias.load(l, n)});
 }
 
 }  // namespace

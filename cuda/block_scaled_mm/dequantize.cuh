@@ -16,7 +16,13 @@
 
 namespace jax_qmm::block_scaled {
 
-__device__ inline uint32_t masked(uint32_t word, uint32_t mask, uint32_t magic) { return (word & mask) | magic; }
+// One instruction: of two constants the compiler would make two.
+template <uint32_t kMask>
+__device__ uint32_t masked(uint32_t word, uint32_t magic) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "n"(kMask), "r"(magic));
+  return result;
+}
 
 __device__ inline uint32_t subtract(uint32_t a, uint32_t b, __half) {
   uint32_t difference;
@@ -60,7 +66,7 @@ __device__ float to_float(uint32_t word, int i) {
     // In place under 2^(23 - 4i), the fourth and later ones after a shift by 12 bits.
     int const at = i < 5 ? i : i - 3;
     float const magic = float(1 << (23 - 4 * at));
-    return __uint_as_float(masked(i < 5 ? word : word >> 12, 0xf << 4 * at, __float_as_uint(magic))) - (magic + 8);
+    return __uint_as_float((i < 5 ? word : word >> 12) & 0xf << 4 * at | __float_as_uint(magic)) - (magic + 8);
   }
 }
 
@@ -116,7 +122,7 @@ struct Dequantizer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t const zero = i < 2 ? first.zero : second.zero;
-        to[i] = subtract(masked(word >> 4 * i, 0x000f000f, 0x3f003f00), zero, type);
+        to[i] = subtract(masked<0x000f000f>(word >> 4 * i, 0x3f003f00), zero, type);
       }
     } else if constexpr (kBits == 8) {
       to[0] = subtract(__byte_perm(word, 0x64646464, 0x4140), first.zero, type);
@@ -125,11 +131,41 @@ struct Dequantizer {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         // The upper nibble of a byte counts 16 units of 1024's, or one of 64's.
-        uint32_t const zero = i == 0 ? first.zero : second.zero, zero_of_64 = masked(zero << 4, 0x00f000f0, 0xd400d400);
+        uint32_t const zero = i == 0 ? first.zero : second.zero, zero_of_64 = masked<0x00f000f0>(zero << 4, 0xd400d400);
         uint32_t const bytes = word >> 8 * i, sixteenth = 0x2c002c00;
-        to[2 * i] = subtract(masked(bytes, 0x000f000f, 0x64006400), zero, type);
-        to[2 * i + 1] = multiply_add(masked(bytes, 0x00f000f0, 0x64006400), sixteenth, zero_of_64, type);
+        to[2 * i] = subtract(masked<0x000f000f>(bytes, 0x64006400), zero, type);
+        to[2 * i + 1] = multiply_add(masked<0x00f000f0>(bytes, 0x64006400), sixteenth, zero_of_64, type);
       }
+    }
+  }
+};
+
+// Such pairs of bfloat16 times their scale, in two parts, the second of which is what rounding to the first one left:
+// so that a weight is rounded once, whatever the dtype of the scale.
+template <int kBits>
+struct ScalingDequantizer {
+  using Exact = Dequantizer<__nv_bfloat16, kBits, false>;
+  struct alignas(16) Term {
+    uint32_t zero, scale, rest;  // twice each
+  };
+  static constexpr int kPairs = Exact::kPairs;
+
+  __device__ static Term term(float scale, uint32_t zero_bits, DType dtype) {
+    ExactTerm const exact = Exact::term(scale, zero_bits, dtype);
+    __nv_bfloat16 const first = __float2bfloat16_rn(exact.scale);
+    float const rest = exact.scale - __bfloat162float(first);
+    __nv_bfloat16 const second = __float2bfloat16_rn(isfinite(rest) ? rest : 0);
+    return {exact.zero, __bfloat16_as_ushort(first) * 0x10001u, __bfloat16_as_ushort(second) * 0x10001u};
+  }
+
+  __device__ static void pairs(uint32_t word, Term const& first, Term const& second, uint32_t (&to)[kPairs]) {
+    Exact::pairs(word, {0, first.zero}, {0, second.zero}, to);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      Term const& term = i < kPairs / 2 ? first : second;
+      uint32_t product;
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(to[i]), "r"(term.rest));
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(to[i]) : "r"(to[i]), "r"(term.scale), "r"(product));
     }
   }
 };

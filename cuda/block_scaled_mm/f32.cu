@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(C::kThreads) f32_kernel(Params p) {
 
   int const steps = (p.k + C::kStep - 1) / C::kStep;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < steps && column - 2 * member < p.k; ++step) {
     weights.load(next);
     ScaleAndZero terms[kTiles][2][kHeld];
 #pragma unroll

@@ -15,10 +15,12 @@ struct Instance {
   int unit;                // columns after which sums are scaled: blocks are multiples of it
   int tile_m, rows;        // of x and of weights, of a block
   int step;                // columns of K, of all warps that share it
-  int threads, blocks_per_sm;
-  bool wgmma;  // of Hopper alone, for rows of x that TMA can load
-  cudaError_t (*prepare)(bool& fits);
-  cudaError_t (*launch)(BlockScaledMm const&, int split, Submit const&);
+  int blocks_per_sm;
+  bool wgmma = false;          // of Hopper alone, for rows of x that TMA can load
+  bool scale_weights = false;  // and not sums
+  int share = 1;               // blocks of a cluster that load x for each other
+  cudaError_t (*prepare)(bool& fits) = nullptr;
+  cudaError_t (*launch)(BlockScaledMm const&, int split, Submit const&) = nullptr;
 };
 
 // How many blocks share K, none without a step, where it is split over up to `split`.

@@ -55,21 +55,11 @@ __device__ void dequantize(uint32_t const (&words)[4], Term const& first, Term c
   }
 }
 
-// Adds the parts of all warps that share K, [warps][rows of x][rows of weights], and writes the results.
+// Adds the parts of all warps that share K, and writes the results of a tile.
 template <class C>
 __device__ void write_sums(Params const& p, int l, int first_m, int first_n, float const* partial) {
-  for (int i = threadIdx.x; i < C::kRows * C::kTileM; i += C::kThreads) {
-    int const row = i % C::kRows, tile_m = i / C::kRows, m = first_m + tile_m, n = first_n + row;
-    if (m >= p.m || n >= p.n) continue;
-    float sum = 0;
-#pragma unroll
-    for (int k = 0; k < C::kWarpsK; ++k) sum += partial[(k * C::kTileM + tile_m) * C::kSumsPitch + row];
-    if (p.parts != nullptr) {
-      p.parts[blockIdx.y * p.sums_of_part + (int64_t(l) * p.m + m) * p.n + n] = sum;
-    } else {
-      p.write(l, m, n, sum);
-    }
-  }
+  write_rows<C::kRows, C::kSumsPitch, C::kThreads>(p, partial, C::kWarpsK, C::kTileM, min(C::kTileM, p.m - first_m), l,
+                                                   first_m, first_n);
 }
 
 template <class C>
@@ -91,13 +81,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) block_scaled_mm_
   begin();
   int const k_begin = blockIdx.y * p.k_of_part, k_end = min(p.k, k_begin + p.k_of_part);
   SourceOfX<C> x(p, l, first_m, k_begin, k_end);
-  SourceOfWeights<C> weights(p, l, min(first_n + warp_n, p.n - 1), warp_k, k_begin, k_end);
+  SourceOfWeights<C> weights(p, l, first_n + warp_n, warp_k, k_begin, k_end);
+  x.clear(stages);
 #pragma unroll
   for (int s = 0; s < C::kStages - 1; ++s) {
     x.copy(stages + s * C::kStageBytes);
     commit_copies();
   }
   Held<C> held = {}, next = {};
+  bool more = weights.more();  // columns to multiply with this warp's weights
   weights.load(held);
 
   // Where this lane's chunk of x is of 32 columns: of the first and of the second half of 64.
@@ -107,6 +99,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) block_scaled_mm_
   int stage = 0, copied_stage = C::kStages - 1;
 
   auto const step = [&](Held<C> const& held, Held<C>& next) {
+    bool const now = more;
+    more = weights.more();
     weights.load(next);
     wait_for_copies<C::kStages - 2>();
     __syncthreads();
@@ -115,6 +109,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) block_scaled_mm_
     uint32_t const from = stages + stage * C::kStageBytes;
     copied_stage = stage;
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    if (!now) return;
 
     Term terms[kTiles][2][C::kHeld];
 #pragma unroll
@@ -229,8 +224,7 @@ cudaError_t launch(BlockScaledMm const& problem, int split, Submit const& submit
 
 template <class C>
 Instance describe(DType in) {
-  return {in,       C::kBits,    C::kFloatZero,   C::kUnit, C::kTileM, C::kRows,
-          C::kStep, C::kThreads, C::kBlocksPerSm, false,    nullptr,   nullptr};
+  return {in, C::kBits, C::kFloatZero, C::kUnit, C::kTileM, C::kRows, C::kStep, C::kBlocksPerSm};
 }
 
 template <class C>

@@ -54,11 +54,12 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   double const blocks = tiles_m * tiles_n * p.batch * parts;
   double const cycles = std::min<double>(gpu.sm_count, blocks) * gpu.clock;  // of the SMs that have a block
   double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
-  int const asked = i.wgmma ? 2 : 1;  // steps whose weights are on their way
+  int const asked = i.wgmma ? 6 : 1;  // steps whose weights are on their way
   double const turns = waves * double(ceil_div(ceil_div(p.k, i.step), parts)) * kRoundTrip / asked;
   // Memory has the weights to read once, and L2 what every block reads.
   double const weights = double(p.batch) * p.n * p.row_bytes(), x = double(p.batch) * p.m * p.k * bytes_of(p.in);
-  double const reading = std::max(weights / gpu.copy_rate, (weights * tiles_m + x * tiles_n) / (kL2 * cycles));
+  double const reading =
+      std::max(weights / gpu.copy_rate, (weights * tiles_m + x * tiles_n / i.share) / (kL2 * cycles));
   // Instructions of a lane for each of its weights, within a tenth of what benchmarks/block_scaled_mm/README.md counts:
   // to dequantize it, and to multiply it and to scale sums for each row of x. An SM has 128 lanes. On an H200 the
   // kernels of 16 to 256 rows took 2.5 to 3 times as long as that (int4 in blocks of 128, 28672 x 8192).
@@ -67,12 +68,15 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   double const of_row = p.in == DType::kF32 ? 1 : 4.0 / i.unit;
   // With wgmma the tensor cores' products come beside those instructions: predicted, not measured.
   double const tiles = tiles_m * tiles_n * i.rows * double(p.k) * p.batch;  // of one weight by all rows of x of a tile
-  double const issued = i.wgmma ? 2.5 + double(i.tile_m) / p.block : to_float + of_row * i.tile_m;
+  double const scaling = i.scale_weights ? 1 : i.tile_m / 128.0;
+  double const issued = i.wgmma ? (p.bits == 4 ? 2.6 : 4) + scaling : to_float + of_row * i.tile_m;
   double const issuing = tiles * issued / (kIssued * 128 * cycles);
   double const rate = 0.7 * gpu.peak / 2 * cycles / (gpu.sm_count * gpu.clock);
   double const multiplying = i.wgmma ? 2 * tiles * i.tile_m / rate : 0;
   auto const cube = [](double seconds) { return seconds * seconds * seconds; };
-  double const adding = parts > 1 ? kSecond + 4.0 * parts * sums_of_part(p) / (kL2 * gpu.sm_count * gpu.clock) : 0;
+  double const adding = parts > 1 && i.wgmma ? 0.5e-6
+                        : parts > 1 ? kSecond + 4.0 * parts * sums_of_part(p) / (kL2 * gpu.sm_count * gpu.clock)
+                                    : 0;
   return std::cbrt(cube(turns) + cube(reading) + cube(issuing) + cube(multiplying)) + adding;
 }
 
@@ -113,7 +117,9 @@ std::vector<BlockScaledMmChoice> block_scaled_mm_choices(BlockScaledMm const& p,
   for (int i = 0; i < int(instances().size()); ++i) {
     if (!runs(instances()[i], gpu) || !serves(instances()[i], p)) continue;
     for (int split : {1, 2, 4, 8}) {
-      if (split > 1 && (p.in == DType::kF32 || workspace_of(p, {i, split}) > p.workspace_bytes)) break;
+      Instance const& one = instances()[i];
+      bool const splits = one.in != DType::kF32 && one.share == 1 && !one.scale_weights;
+      if (split > 1 && (!splits || workspace_of(p, {i, split}) > p.workspace_bytes)) break;
       if (!wanted().empty() && describe_block_scaled_mm({i, split}).find(wanted()) == std::string::npos) continue;
       found.push_back({i, split});
     }
@@ -132,18 +138,20 @@ bool dequantizes_once(BlockScaledMm const& p, Gpu const& gpu) {
 void restrict_block_scaled_mm(std::string words) { wanted() = std::move(words); }
 
 int64_t workspace_of(BlockScaledMm const& p, BlockScaledMmChoice choice) {
-  int const parts = count_parts(p, instances().at(choice.instance).step, choice.split);
-  return parts > 1 ? parts * sums_of_part(p) * int64_t(sizeof(float)) : 0;
+  Instance const& i = instances().at(choice.instance);
+  int const parts = count_parts(p, i.step, choice.split);
+  return parts > 1 && !i.wgmma ? parts * sums_of_part(p) * int64_t(sizeof(float)) : 0;
 }
 
 std::string describe_block_scaled_mm(BlockScaledMmChoice choice) {
   Instance const& i = instances().at(choice.instance);
   auto const text = [](int number) { return std::to_string(number); };
   std::string const words = (i.wgmma ? "sm90 wgmma " : "sm80 ") + text(i.tile_m) + "x" + text(i.rows) + "x" +
-                            text(i.step) + (choice.split > 1 ? " split-K " + text(choice.split) : "") + " int" +
-                            text(i.bits);
+                            text(i.step) + (i.share > 1 ? " cluster " + text(i.share) : "") +
+                            (choice.split > 1 ? " split-K " + text(choice.split) : "") + " int" + text(i.bits);
   if (i.in == DType::kF32) return words + " weights by float32";
-  return words + " weights scaled each " + text(i.unit) + (i.float_zero_points ? " float zero points" : "");
+  return words + (i.scale_weights ? " weights scaled each " : " weights, sums scaled each ") + text(i.unit) +
+         (i.float_zero_points ? ", float zero points" : "");
 }
 
 cudaError_t prepare_block_scaled_mm() {

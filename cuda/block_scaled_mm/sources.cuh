@@ -20,7 +20,8 @@ struct Params {
   unsigned block_inverse;  // 2^32 over twice the units of a block; 0 where a row has one
   BlockScaledMm::Blocks scale, zero_point;
   int64_t x_batch_stride, w_batch_stride;
-  bool aligned;  // whether rows of x start at multiples of 16 bytes
+  bool aligned;      // whether rows of x start at multiples of 16 bytes
+  bool stores_four;  // whether four results of a row can be stored at once
   unsigned tiles_m, tiles_n;
   int k_of_part;  // whole steps
   float* parts;   // [parts][batch][m][n], where sums go if K is split over blocks, or null
@@ -30,18 +31,77 @@ struct Params {
   Activation activation;
   float low, high;
 
-  __device__ void write(int l, int m, int n, float sum) const {
-    float const y[1] = {sum + bias.load(l, n)};
-    int const integers[1] = {};
-    FullOutput const output{out_dtype, activation, low, high, quantize::Divisor(1.0f), 0.0f};
+  __device__ FullOutput output() const { return {out_dtype, activation, low, high, quantize::Divisor(1.0f), 0.0f}; }
+
+  // Finishes `kCount` neighbours of a row.
+  template <int kCount>
+  __device__ void write(int l, int m, int n, float const (&sums)[kCount], float const (&bias)[kCount]) const {
+    float y[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) y[i] = sums[i] + bias[i];
     int64_t const at = (int64_t(l) * this->m + m) * this->n + n;
     if (bytes_of(out_dtype) == 2) {
-      static_cast<uint16_t*>(out)[at] = output.round<uint16_t, 1>(y, integers);
+      store(static_cast<uint16_t*>(out) + at, y);
     } else {
-      static_cast<uint32_t*>(out)[at] = output.round<uint32_t, 1>(y, integers);
+      store(static_cast<uint32_t*>(out) + at, y);
     }
   }
+
+ private:
+  template <class Bits, int kCount>
+  __device__ void store(Bits* to, float const (&y)[kCount]) const {
+    struct alignas(kCount * sizeof(Bits)) All {
+      Bits bits[kCount];
+    };
+    int const integers[kCount] = {};
+    *reinterpret_cast<All*>(to) = output().template round<All, kCount>(y, integers);
+  }
 };
+
+// Adds the sums of all parts of K, [parts][rows_of_part][kPitch], in their order, and writes `rows` of them from
+// first_m on: the results, or sums for add_parts.
+template <int kRows, int kPitch, int kThreads>
+__device__ void write_rows(Params const& p, float const* partial, int parts, int rows_of_part, int rows, int l,
+                           int first_m, int first_n) {
+  constexpr int kEach = 4, kAcross = kRows / kEach, kDown = kThreads / kAcross;
+  int const column = threadIdx.x % kAcross * kEach, n = first_n + column, columns = min(kEach, p.n - n);
+  if (columns <= 0) return;
+  float bias[kEach] = {};
+  for (int j = 0; j < columns && p.parts == nullptr; ++j) bias[j] = p.bias.load(l, n + j);
+  for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
+    float sums[kEach] = {};
+    for (int part = 0; part < parts; ++part) {
+      float4 const four = *reinterpret_cast<float4 const*>(&partial[(part * rows_of_part + row) * kPitch + column]);
+      float const more[kEach] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) sums[j] = part == 0 ? more[j] : sums[j] + more[j];
+    }
+    int const m = first_m + row;
+    if (p.parts != nullptr) {
+      float* const to = p.parts + blockIdx.y * p.sums_of_part + (int64_t(l) * p.m + m) * p.n + n;
+      for (int j = 0; j < columns; ++j) to[j] = sums[j];
+    } else if (p.stores_four) {
+      p.write(l, m, n, sums, bias);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        if (j < columns) p.write<1>(l, m, n + j, {sums[j]}, {bias[j]});
+      }
+    }
+  }
+}
+
+__device__ inline uint32_t load_bits(BlockScaledMm::Blocks const& blocks, int l, int64_t at) {
+  at += l * blocks.batch_stride;
+  switch (bytes_of(blocks.dtype)) {
+    case 1:
+      return static_cast<uint8_t const*>(blocks.data)[at];
+    case 2:
+      return static_cast<uint16_t const*>(blocks.data)[at];
+    default:
+      return static_cast<uint32_t const*>(blocks.data)[at];
+  }
+}
 
 template <class C>
 Params make_params(BlockScaledMm const& problem) {
@@ -52,6 +112,8 @@ Params make_params(BlockScaledMm const& problem) {
   p.scale = problem.scale, p.zero_point = problem.zero_point;
   p.x_batch_stride = problem.x_batch_stride, p.w_batch_stride = problem.w_batch_stride;
   p.aligned = (reinterpret_cast<uintptr_t>(problem.x) | uintptr_t(problem.k) * bytes_of(problem.in)) % 16 == 0;
+  int const out_bytes = bytes_of(problem.out_dtype);
+  p.stores_four = problem.n % 4 == 0 && reinterpret_cast<uintptr_t>(problem.out) % (4 * out_bytes) == 0;
   Vector const& bias = problem.bias;
   p.bias = {bias.data, bias.dtype, bias.stride, bias.batch_stride, bias.bytes, -0.0f};
   p.tiles_m = unsigned(ceil_div(problem.m, C::kTileM)), p.tiles_n = unsigned(ceil_div(problem.n, C::kRows));
@@ -104,15 +166,24 @@ class SourceOfX {
         from_(static_cast<uint16_t const*>(p.x) + l * p.x_batch_stride + int64_t(first_m + first_row_) * k_ + k_begin +
               8 * chunk_) {}
 
+  // Writes the zeros of rows that are not there, once for all steps.
+  __device__ void clear(uint32_t stages) const {
+    for (int i = 0; i < C::kTileM; i += kRowsAtOnce) {
+      int const row = first_row_ + i;
+      if (row < rows_ || row >= C::kTileM) continue;
+      for (int s = 0; s < C::kStages; ++s) store(stages + s * C::kStageBytes, row, {});
+    }
+  }
+
   // Starts the copies of the next step.
   __device__ void copy(uint32_t to) {
     if (aligned_) {
 #pragma unroll
       for (int i = 0; i < C::kTileM; i += kRowsAtOnce) {
         int const row = first_row_ + i;
-        if (C::kTileM % kRowsAtOnce != 0 && row >= C::kTileM) break;
+        if (row >= min(rows_, C::kTileM)) break;
         auto* const from = reinterpret_cast<uint8_t const*>(from_ + i * k_);
-        copy_async<16>(to + swizzled<C::kPitch>(row, chunk_), from, row < rows_ && columns_ > 0);
+        copy_async<16>(to + swizzled<C::kPitch>(row, chunk_), from, columns_ > 0);
       }
     } else {
       copy_elements(to);
@@ -129,16 +200,20 @@ class SourceOfX {
 #pragma unroll 1
     for (int i = 0; i < C::kTileM; i += kRowsAtOnce) {
       int const row = first_row_ + i;
-      if (row >= C::kTileM) break;
+      if (row >= min(rows_, C::kTileM)) break;
       uint32_t words[4] = {};
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        if (row < rows_ && j < columns_) words[j / 2] |= uint32_t(from_[i * k_ + j]) << 16 * (j % 2);
+        if (j < columns_) words[j / 2] |= uint32_t(from_[i * k_ + j]) << 16 * (j % 2);
       }
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + swizzled<C::kPitch>(row, chunk_)),
-                   "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                   : "memory");
+      store(to, row, words);
     }
+  }
+
+  __device__ void store(uint32_t to, int row, uint32_t const (&words)[4]) const {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + swizzled<C::kPitch>(row, chunk_)), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
   }
 
   int first_row_, chunk_, rows_, columns_;
@@ -160,91 +235,100 @@ class SourceOfWeights {
  public:
   __device__ SourceOfWeights(Params const& p, int l, int first_n, int warp_k, int k_begin, int k_end)
       : p_(p),
-        scale_(row_pointer(p.scale, l, first_n)),
-        zero_(row_pointer(p.zero_point, l, first_n)),
+        scales_(pointer(p.scale, l, first_n)),
+        zeros_(pointer(p.zero_point, l, first_n)),
         column_(k_begin + warp_k * C::kColumns),
         end_(k_end),
         held_unit_(threadIdx.x % 4 % C::kUnits) {
-    int const rows = p.n - first_n, row = threadIdx.x % 32 / 4;
+    int const row = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < C::kTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        unsigned const n = min(16 * i + 8 * h + row, rows - 1);
+        int const n = min(16 * i + 8 * h + row, p.n - 1 - first_n);  // may be negative
         words_[i][h] = p.w + l * p.w_batch_stride + (int64_t(first_n) + n) * p.row_bytes + column_ / 8 * C::kBits +
                        threadIdx.x % 4 * 16;
-        first_group_[i][h] = n * p.groups;
+        first_group_[i][h] = n * int(p.groups);
       }
     }
   }
 
-  // Of the next step. Behind the end words stay what they were, for zeros of x, and scales are 0.
+  // Whether the next step has columns for this warp.
+  __device__ bool more() const { return column_ < end_; }
+
+  // Of the next step, if there is one.
   __device__ void load(Held<C>& held) {
-#pragma unroll
-    for (int i = 0; i < C::kTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        load_if(column_ < end_, held.words[i][h], words_[i][h]);
-        words_[i][h] += 64 * C::kWarpsK;
-      }
-    }
-    unsigned group[C::kHeld];
-    bool there[C::kHeld];
-#pragma unroll
-    for (int u = 0; u < C::kHeld; ++u) {
-      unsigned const unit = column_ / C::kUnit + held_unit_ + 4 * u;
-      there[u] = unit * C::kUnit < end_;
-      group[u] = there[u] ? __umulhi(2 * unit, p_.block_inverse) : 0;
-    }
-    // The dtype is asked for once, not for each value.
-    auto const load_as = [&](auto type, void const* data, uint32_t (&to)[C::kTiles][2][C::kHeld]) {
+    if (more()) {
 #pragma unroll
       for (int i = 0; i < C::kTiles; ++i) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < 2; ++h) load(held.words[i][h], words_[i][h]);
+      }
 #pragma unroll
-          for (int u = 0; u < C::kHeld; ++u) {
-            uint32_t const bits = static_cast<decltype(type) const*>(data)[first_group_[i][h] + group[u]];
-            to[i][h][u] = there[u] ? bits : 0;
-          }
+      for (int u = 0; u < C::kHeld; ++u) {
+        int const unit = column_ / C::kUnit + held_unit_ + 4 * u;
+        bool const there = C::kUnits == 1 || unit * C::kUnit < end_;  // or it has zeros of x, and shall have one of w
+        int const group = there ? __umulhi(2 * unit, p_.block_inverse) : 0;
+        load_floats(p_.scale.dtype, scales_, group, there, held.scales, u);
+        if (zeros_ == nullptr) continue;
+        if (p_.zero_point.dtype == DType::kS8) {
+          load_as<uint8_t>(zeros_, group, true, held.zeros, u);
+        } else if constexpr (C::kFloatZero) {
+          load_floats(p_.zero_point.dtype, zeros_, group, true, held.zeros, u);
         }
       }
-    };
-    auto const load_floats = [&](BlockScaledMm::Blocks const& blocks, void const* data, auto& to) {
-      bytes_of(blocks.dtype) == 2 ? load_as(uint16_t(), data, to) : load_as(uint32_t(), data, to);
-    };
-    if (p_.k > 0) {  // without columns there may be no scales
-      load_floats(p_.scale, scale_, held.scales);
-      if (zero_ != nullptr && bytes_of(p_.zero_point.dtype) == 1) load_as(uint8_t(), zero_, held.zeros);
-      if constexpr (C::kFloatZero) {
-        if (zero_ != nullptr && bytes_of(p_.zero_point.dtype) > 1) load_floats(p_.zero_point, zero_, held.zeros);
-      }
+    }
+#pragma unroll
+    for (int i = 0; i < C::kTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) words_[i][h] += 64 * C::kWarpsK;
     }
     column_ += C::kStep;
   }
 
  private:
-  __device__ void const* row_pointer(BlockScaledMm::Blocks const& blocks, int l, int n) const {
+  using Values = uint32_t[C::kTiles][2][C::kHeld];
+
+  __device__ void const* pointer(BlockScaledMm::Blocks const& blocks, int l, int n) const {
     if (blocks.data == nullptr) return nullptr;
     int64_t const at = l * blocks.batch_stride + int64_t(n) * p_.groups;
     return static_cast<uint8_t const*>(blocks.data) + at * bytes_of(blocks.dtype);
   }
 
+  template <class T>
+  __device__ void load_as(void const* from, int group, bool there, Values& to, int u) const {
+#pragma unroll
+    for (int i = 0; i < C::kTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t const bits = static_cast<T const*>(from)[first_group_[i][h] + group];
+        to[i][h][u] = there ? bits : 0;
+      }
+    }
+  }
+
+  // The dtype is asked for once, not for each value.
+  __device__ void load_floats(DType dtype, void const* from, int group, bool there, Values& to, int u) const {
+    if (bytes_of(dtype) == 2) {
+      load_as<uint16_t>(from, group, there, to, u);
+    } else {
+      load_as<uint32_t>(from, group, there, to, u);
+    }
+  }
+
   // Weights are read once, and leave the L1 cache to x and scales.
-  __device__ static void load_if(bool there, uint32_t (&to)[4], uint8_t const* from) {
-    asm volatile(
-        "{.reg .pred there; setp.ne.b32 there, %5, 0;"
-        " @there ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];}"
-        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
-        : "l"(from), "r"(int(there))
-        : "memory");
+  __device__ static void load(uint32_t (&to)[4], uint8_t const* from) {
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "l"(from)
+                 : "memory");
   }
 
   Params const& p_;
-  void const *scale_, *zero_;
-  unsigned column_, end_, held_unit_;
+  void const *scales_, *zeros_;
+  int column_, end_, held_unit_;
   uint8_t const* words_[C::kTiles][2];
-  unsigned first_group_[C::kTiles][2];
+  int first_group_[C::kTiles][2];
 };
 
 }  // namespace jax_qmm::block_scaled

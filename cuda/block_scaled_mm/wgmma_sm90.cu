@@ -1,18 +1,27 @@
-// Products of 16-bit x by Hopper's warpgroup-level tensor cores, from some tens of rows on: y^T = w x^T. Weights are
-// the operand that comes from registers, whose fragments are those of mma.sync: their stored order serves both. Each
-// warp has 16 rows of weights, which it loads two steps ahead. x comes by TMA, in tiles of 64 columns.
+// Products of 16-bit x by Hopper's warpgroup-level tensor cores: y^T = w x^T. Weights are the operand that comes from
+// registers, whose fragments are those of mma.sync: their stored order serves both. TMA brings x and weights to shared
+// memory, from which each math warp takes 16 rows of weights. Where a block has few rows of x, sums are scaled; where
+// it has many, weights are, so that all registers are left to the sums.
 //
-//   warps               role
-//   0 ... kMathWarps-1  two warpgroups: dequantize and multiply, each 64 rows of weights; they write the results
-//   kMathWarps          loads x
-//   the other three     make it a warpgroup, which leaves its registers to the others
+//   warps                role
+//   0 ... kMathWarps-1   two warpgroups: dequantize and multiply, each 64 rows of weights; they write the results
+//   kMathWarps           loads x and weights by TMA
+//   kMathWarps + 1       makes the terms of scales and zero points
 //
-//   mbarrier      arrivals of a phase          who waits
-//   full[stage]   1, and the bytes of a tile   math warps
-//   empty[stage]  kMathWarps                   the warp that loads, from the second turn on
+//   mbarrier       arrivals of a phase                       who waits
+//   full[stage]    2, the load and the terms warp, and the   math warps
+//                  bytes of what TMA brings
+//   empty[stage]   kMathWarps of each block that shares x    load and terms warps, from the second turn on
+//   added          kMathWarps, 1 for the expected bytes,     math warps: the sums of all parts of K are there (one
+//   phase)
+//                  and the bytes of the parts' sums
 //
-// While the products of 64 columns are under way, the next 64 are dequantized into other registers. Sums of a block are
-// added to those before, scaled in float32, when its last products are done; the other warpgroup multiplies meanwhile.
+// The blocks of a cluster share x, of which each loads some rows for all of them, or they share K: then each adds up
+// some rows of x from all parts, in their order. Stages of the last turn are not released, as blocks that are done may
+// have exited.
+#include <algorithm>
+#include <array>
+
 #include "block_scaled_mm/kernel.cuh"
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/mma_sm90.hpp"
@@ -24,216 +33,398 @@
 namespace jax_qmm::block_scaled {
 namespace {
 
-constexpr int kColumnsX = 64;  // of a tile of x: 128 bytes, the span of TMA's swizzle
+constexpr int kStep = 128;     // columns of a stage
+constexpr int kColumnsX = 64;  // of a box of x: 128 bytes, the span of TMA's swizzle
+constexpr int kBoxBytes = 64;  // of a row of a box of weights
+constexpr int kMathWarps = 8, kMathThreads = 32 * kMathWarps;
+constexpr int kRowsW = 128, kPitch = kRowsW + 4;  // the stores of fragments hit distinct banks
 
-template <class T, int Bits, bool FloatZero, int TileM>
-struct ConfigSm90 : Config<T, Bits, FloatZero, kColumnsX, TileM, 1, 8, 1> {
+// `ScaleWeights`: else the sums of each stage are scaled.
+template <class T, int Bits, int TileM, bool ScaleWeights>
+struct ConfigSm90 {
   using Element = std::conditional_t<kIsBf16<T>, cutlass::bfloat16_t, cutlass::half_t>;
+  using Weights = std::conditional_t<ScaleWeights, ScalingDequantizer<Bits>, Dequantizer<T, Bits, false>>;
+  using Term = typename Weights::Term;
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<TileM>, cute::_16>>(),
       cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
-  static constexpr int kMathWarps = 8, kLaunched = 32 * (kMathWarps + 4);  // kThreads are those of the math warps
-  static constexpr int kStages = 8, kStageBytes = TileM * 2 * kColumnsX;
-  struct Barriers {
-    uint64_t full[kStages], empty[kStages];
+  static constexpr int kBits = Bits, kTileM = TileM, kRows = kRowsW;
+  static constexpr bool kScaleWeights = ScaleWeights;
+  static constexpr int kUnit = ScaleWeights ? kColumnsX : kStep;  // of which each has a term
+  static constexpr int kBlocksPerSm = TileM <= 16 ? 2 : 1;
+  // Where math warps need more registers than there are for each, the others make a warpgroup, which leaves them some.
+  static constexpr bool kMovesRegisters = TileM >= 64;
+  static constexpr int kThreads = kMathThreads + (kMovesRegisters ? 128 : 64);
+  static constexpr int kBytesX = 2 * kColumnsX * TileM, kBoxesW = Bits / 4, kTerms = kStep / kUnit;  // of a stage
+  static constexpr int kStageBytes = 2 * kBytesX + kBoxesW * kRowsW * kBoxBytes + kTerms * kRowsW * int(sizeof(Term));
+  static constexpr int kStages = std::min(8, (227 * 1024 / kBlocksPerSm - 2048) / kStageBytes);
+  struct Shared {
+    alignas(1024) uint8_t x[kStages][2][kBytesX];
+    alignas(128) uint8_t w[kStages][kBoxesW][kRowsW][kBoxBytes];
+    alignas(16) Term terms[kStages][kTerms][kRowsW];
+    uint64_t full[kStages], empty[kStages], added;
   };
-  static constexpr int kSharedBytes = kStages * kStageBytes + sizeof(Barriers);
-  static_assert(TileM * ConfigSm90::kSumsPitch * 4 <= kStages * kStageBytes, "sums take the place of the stages");
+  static_assert(kStages >= 2, "a stage is free again when the next one's products are under way");
+  static_assert((TileM + 7) * kPitch * 4 <= kStageBytes * kStages, "sums take the place of the stages");
+};
+
+__device__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(kMathThreads) : "memory"); }
+
+// Without a release: see one_tile_sm90.cu.
+__device__ void sync_cluster() {
+  cute::cluster_arrive_relaxed();
+  cute::cluster_wait();
+}
+
+// What is particular to these kernels.
+struct ParamsSm90 {
+  int share;     // blocks of a cluster that share x
+  int box_rows;  // of x, that each of them loads
+  bool x_batched, w_batched;
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kLaunched, 1)
-    wgmma_kernel(Params const p, int block, CUTE_GRID_CONSTANT CUtensorMap const tiles_x) {
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
+    wgmma_kernel(Params const p, ParamsSm90 const own, CUTE_GRID_CONSTANT CUtensorMap const boxes_x,
+                 CUTE_GRID_CONSTANT CUtensorMap const boxes_w) {
   using namespace cute;
   using Element = typename C::Element;
-  using Weights = typename C::Weights;
+  using Term = typename C::Term;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
-  constexpr int kStages = C::kStages, kHalves = C::kColumns / kColumnsX;
+  constexpr int kStages = C::kStages, kTileM = C::kTileM;
   extern __shared__ __align__(1024) uint8_t memory[];
-  auto& barriers = *reinterpret_cast<typename C::Barriers*>(memory + kStages * C::kStageBytes);
+  auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
+  auto* const partial = reinterpret_cast<float*>(memory);  // [parts][rows of x][kPitch], when all is multiplied
 
-  // Blocks that have the same weights are neighbours.
-  int const first_m = blockIdx.x % p.tiles_m * C::kTileM, l = blockIdx.x / (p.tiles_m * p.tiles_n);
-  int const first_n = blockIdx.x / p.tiles_m % p.tiles_n * C::kRows;
-  int const k_begin = blockIdx.y * p.k_of_part, k_end = min(p.k, k_begin + p.k_of_part);
-  int const steps = (k_end - k_begin + C::kColumns - 1) / C::kColumns;
-  int const warp = threadIdx.x / 32;
-  if (warp == C::kMathWarps && elect_one_sync()) {
-    prefetch_tma_descriptor(&tiles_x);
-    for (int s = 0; s < kStages; ++s) {
-      Full::init(&barriers.full[s], 1);
-      Empty::init(&barriers.empty[s], C::kMathWarps);
+  // Clusters that have the same weights are neighbours.
+  int const share = own.share, rank = blockIdx.x % share, cluster = blockIdx.x / share;
+  int const clusters_n = (p.tiles_n - 1) / share + 1;
+  int const first_m = cluster % p.tiles_m * kTileM, l = cluster / (p.tiles_m * clusters_n);
+  int const first_n = (cluster / p.tiles_m % clusters_n * share + rank) * kRowsW;
+  int const parts = gridDim.y, part = blockIdx.y;
+  int const k_begin = part * p.k_of_part, k_end = min(p.k, k_begin + p.k_of_part);
+  int const steps = (k_end - k_begin + kStep - 1) / kStep;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  auto const load_w = [&](int i, auto load) {  // what is stored of kStep columns
+#pragma unroll
+    for (int box = 0; box < C::kBits / 4; ++box) {
+      load((k_begin + i * kStep) / 8 * C::kBits + box * kBoxBytes, box);
     }
+  };
+  if (warp == kMathWarps && elect_one_sync()) {
+    prefetch_tma_descriptor(&boxes_x);
+    prefetch_tma_descriptor(&boxes_w);
+    // To L2, by the time the kernel before this one is done.
+    for (int i = 0; i < min(steps, 2); ++i) {
+      load_w(i,
+             [&](int byte, int) { SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_w, byte, first_n, own.w_batched ? l : 0); });
+    }
+    for (int s = 0; s < kStages; ++s) {
+      Full::init(&shared.full[s], 2);
+      Empty::init(&shared.empty[s], share * kMathWarps);
+    }
+    Full::init(&shared.added, kMathWarps + 1);
     cutlass::arch::fence_barrier_init();
   }
-  __syncthreads();
-  begin();
+  if (share > 1) {
+    sync_cluster();
+  } else {
+    __syncthreads();
+  }
+  cudaTriggerProgrammaticLaunchCompletion();
 
-  if (warp >= C::kMathWarps) {
-    cutlass::arch::warpgroup_reg_dealloc<24>();
-    if (warp == C::kMathWarps && elect_one_sync()) {
-      int const rows = min(C::kTileM, p.m);
-      for (int i = 0, stage = 0, turn = 0; i < steps * kHalves; ++i) {
-        if (turn > 0) Empty::wait(&barriers.empty[stage], (turn - 1) & 1);
-        Full::arrive_and_expect_tx(&barriers.full[stage], rows * 2 * kColumnsX);
-        SM90_TMA_LOAD_3D::copy(&tiles_x, &barriers.full[stage], static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST),
-                               memory + stage * C::kStageBytes, k_begin + i * kColumnsX, first_m,
-                               p.x_batch_stride != 0 ? l : 0);
+  // What the stages had is not needed any more, and no more data arrive there. Other blocks write there if they add up
+  // parts of K, so that the whole cluster must be done.
+  int const rows_of_part = (kTileM + parts - 1) / parts, tile_m = min(kTileM, p.m - first_m);
+  int const rows = min(rows_of_part, tile_m - part * rows_of_part);
+  auto const finish_stages = [&] {
+    __syncthreads();
+    if (parts > 1) {
+      if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows, 0) * kRowsW * 4);
+      sync_cluster();
+    }
+  };
+  if (warp >= kMathWarps) {
+    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<72>();
+    if (warp == kMathWarps && elect_one_sync()) {
+      cudaGridDependencySynchronize();
+      int const first_row = rank * own.box_rows;
+      for (int i = 0, stage = 0, turn = 0; i < steps; ++i) {
+        uint64_t* const full = &shared.full[stage];
+        if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
+        Full::arrive_and_expect_tx(full, sizeof(shared.w[stage]) + share * own.box_rows * 2 * kStep);
+        load_w(i, [&](int byte, int box) {
+          SM90_TMA_LOAD_3D::copy(&boxes_w, full, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+                                 shared.w[stage][box], byte, first_n, own.w_batched ? l : 0);
+        });
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          auto* const box = shared.x[stage][half] + first_row * 2 * kColumnsX;
+          int const column = k_begin + i * kStep + half * kColumnsX, entry = own.x_batched ? l : 0;
+          uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
+          if (share > 1) {
+            SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_x, full, uint16_t((1 << share) - 1), hint, box, column,
+                                             first_m + first_row, entry);
+          } else {
+            SM90_TMA_LOAD_3D::copy(&boxes_x, full, hint, box, column, first_m + first_row, entry);
+          }
+        }
         if (++stage == kStages) stage = 0, ++turn;
       }
     }
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<240>();
-    typename C::Mma mma;
-    auto thread = mma.get_slice(threadIdx.x);
-    Tensor stages = make_tensor(
-        make_smem_ptr(reinterpret_cast<Element*>(memory)),
-        tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<C::kTileM>, Int<kColumnsX>, Int<kStages>>{}));
-    Tensor fragments_x = thread.make_fragment_B(thread.partition_B(stages));
-    Tensor sums = partition_fragment_C(mma, Shape<Int<C::kRows>, Int<C::kTileM>>{});
-    constexpr int kSums = decltype(size(sums))::value;
-    float acc[kSums] = {};
+    __syncwarp();
+    if (warp == kMathWarps + 1) {
+      constexpr int kAhead = C::kMovesRegisters ? 2 : 4, kRowsOfLane = kRowsW / 32, kTerms = C::kTerms;
+      struct Bits {
+        uint32_t scales[kTerms][kRowsOfLane], zeros[kTerms][kRowsOfLane];
+      } held[kAhead] = {};
+      cudaGridDependencySynchronize();
+      auto const load = [&](int i, Bits& to) {
+#pragma unroll
+        for (int u = 0; u < kTerms; ++u) {
+          unsigned const unit = (k_begin + i * kStep) / C::kUnit + u;
+          unsigned const group = min(__umulhi(2 * unit, p.block_inverse), p.groups - 1);  // a unit may be beyond K
+#pragma unroll
+          for (int j = 0; j < kRowsOfLane; ++j) {
+            int64_t const at = int64_t(min(first_n + lane + 32 * j, p.n - 1)) * p.groups + group;
+            to.scales[u][j] = load_bits(p.scale, l, at);
+            if (p.zero_point.data != nullptr) to.zeros[u][j] = load_bits(p.zero_point, l, at);
+          }
+        }
+      };
+      unroll<kAhead>([&](auto i) {
+        if (i < steps) load(i, held[i]);
+      });
+      int stage = 0, turn = 0;
+      for (int begin = 0; begin < steps; begin += kAhead) {
+        unroll<kAhead>([&](auto ahead) {
+          int const i = begin + ahead;
+          if (i >= steps) return;
+          if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
+          Bits& bits = held[ahead];
+#pragma unroll
+          for (int u = 0; u < kTerms; ++u) {
+#pragma unroll
+            for (int j = 0; j < kRowsOfLane; ++j) {
+              float const scale = to_float(bits.scales[u][j], p.scale.dtype);
+              shared.terms[stage][u][lane + 32 * j] = C::Weights::term(scale, bits.zeros[u][j], p.zero_point.dtype);
+            }
+          }
+          __syncwarp();
+          if (elect_one_sync()) Full::arrive(&shared.full[stage]);
+          if (++stage == kStages) stage = 0, ++turn;
+          if (i + kAhead < steps) load(i + kAhead, bits);
+        });
+      }
+    }
+    finish_stages();
+    return;
+  }
 
-    SourceOfWeights<C> weights(p, l, min(first_n + 16 * warp, p.n - 1), 0, k_begin, k_end);
-    Held<C> held[2] = {};
-    weights.load(held[0]);
-    weights.load(held[1]);
+  if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<216>();  // 504 for the three warpgroups
+  typename C::Mma mma;
+  auto thread = mma.get_slice(threadIdx.x);
+  Tensor sums = partition_fragment_C(mma, Shape<Int<kRowsW>, Int<kTileM>>{});
+  constexpr int kCount = decltype(size(sums))::value;
+  float acc[kCount] = {};
+  Tensor stages_x = make_tensor(  // of 64 columns each, of which a stage has two
+      make_smem_ptr(reinterpret_cast<Element*>(shared.x)),
+      tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kTileM>, Int<kColumnsX>, Int<2 * kStages>>{}));
+  Tensor fragments_x = thread.make_fragment_B(thread.partition_B(stages_x));
+  uint32_t pairs[2][4][4];               // of the halves of a stage: of 16 columns each a fragment
+  uint32_t words[2][2 * C::kBoxesW][2];  // of rows `row` and `row` + 8
+  Term terms[2][C::kTerms];
+  int const row = 16 * warp + lane / 4;
+  int stage = 0, phase = 0, before = -1;
 
-    uint32_t pairs[2][4][4];  // of two halves in turn: of 16 columns each a fragment
-    float scale[2] = {};      // of the block of the last half, of this lane's rows
-    int stage = 0, phase = 0, before = -1, left = block - k_begin % block;  // columns of the block
-    auto const add_block = [&] {
+  auto const load = [&] {
+    Full::wait(&shared.full[stage], phase);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int box = 0; box < C::kBoxesW; ++box) {
+        uint4 const four = *reinterpret_cast<uint4 const*>(&shared.w[stage][box][row + 8 * h][16 * (lane % 4)]);
+        words[h][2 * box][0] = four.x, words[h][2 * box][1] = four.y;
+        words[h][2 * box + 1][0] = four.z, words[h][2 * box + 1][1] = four.w;
+      }
+#pragma unroll
+      for (int u = 0; u < C::kTerms; ++u) terms[h][u] = shared.terms[stage][u][row + 8 * h];
+    }
+  };
+  auto const dequantize = [&](auto half) {
+    constexpr int kPairs = 16 / C::kBits;  // of a word
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      Term const& term = terms[h][half * kColumnsX / C::kUnit];
+#pragma unroll
+      for (int w = 0; w < 8 / kPairs; ++w) {
+        uint32_t to[kPairs];
+        C::Weights::pairs(words[h][half * C::kBoxesW + w / 2][w % 2], term, term, to);
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+          int const at = w * kPairs + j;
+          pairs[half][at / 2][at % 2 * 2 + h] = to[j];
+        }
+      }
+    }
+  };
+  auto const multiply = [&](auto half) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) warpgroup_fence_operand(pairs[half][j][c]);
+    }
+    warpgroup_fence_operand(sums);
+    warpgroup_arrive();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      Tensor fragment = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(pairs[half][j])), Layout<Shape<_8, _1>>{});
+      if (half == 0 && j == 0 && !C::kScaleWeights) mma.accumulate_ = GMMA::ScaleOut::Zero;
+      gemm(mma, fragment, fragments_x(_, _, j, 2 * stage + half), sums);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+    warpgroup_wait<1>();
+  };
+  constexpr std::integral_constant<int, 0> kFirst;
+  constexpr std::integral_constant<int, 1> kSecond;
+  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  load();
+  dequantize(kFirst);
+#pragma unroll 1
+  for (int i = 0; i < steps; ++i) {
+    multiply(kFirst);
+    // What the step before had is free, if it is loaded again.
+    if (before >= 0 && i - 1 + kStages < steps && lane < share) {
+      Empty::arrive(&shared.empty[before], share > 1 ? lane : part, true);  // by their rank in the cluster
+    }
+    dequantize(kSecond);
+    multiply(kSecond);
+    float scales[2];
+    if constexpr (!C::kScaleWeights) scales[0] = terms[0][0].scale, scales[1] = terms[1][0].scale;
+    before = stage;
+    if (++stage == kStages) stage = 0, phase ^= 1;
+    if (i + 1 < steps) {
+      load();
+      dequantize(kFirst);
+    }
+    if constexpr (!C::kScaleWeights) {
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) acc[i] = fmaf(scale[i / 2 % 2], sums(i), acc[i]);
-      warpgroup_fence_operand(sums);
-    };
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
-
-    auto const half = [&](Held<C>& held, auto number, auto buffer) {
-      constexpr int kBegin = kColumnsX * decltype(number)::value, kBuffer = decltype(buffer)::value;
-      float next_scale[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float const scale = to_float(held.scales[0][h][0], p.scale.dtype);
-        typename Weights::Term const own[1] = {Weights::term(scale, held.zeros[0][h][0], p.zero_point.dtype)};
-        typename Weights::Term term, same;
-        take_terms<C, kBegin>(own, term, same);
-        next_scale[h] = term.scale;
-        unroll<2>([&](auto piece) {
-          constexpr int i = decltype(piece)::value;
-          uint32_t words[4];
-          dequantize<C, kBegin + 32 * i>(held.words[0][h], term, term, words);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) pairs[kBuffer][2 * i + j / 2][j % 2 * 2 + h] = words[j];
-        });
-      }
-      if constexpr (kBegin + kColumnsX == C::kColumns) weights.load(held);
-      if (left == 0) {
-        add_block();
-        left = block;
-        mma.accumulate_ = GMMA::ScaleOut::Zero;
-      }
-      left -= kColumnsX;
-      if (mma.accumulate_ == GMMA::ScaleOut::Zero) {  // of a half beyond K it would be 0
-        scale[0] = next_scale[0], scale[1] = next_scale[1];
-      }
-
-      Full::wait(&barriers.full[stage], phase);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) warpgroup_fence_operand(pairs[kBuffer][i][j]);
-      }
-      warpgroup_fence_operand(sums);
-      warpgroup_arrive();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Tensor fragment =
-            make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(pairs[kBuffer][i])), Layout<Shape<_8, _1>>{});
-        gemm(mma, fragment, fragments_x(_, _, i, stage), sums);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
-      warpgroup_wait<1>();
-      if (before >= 0 && elect_one_sync()) Empty::arrive(&barriers.empty[before]);
-      before = stage;
-      if (++stage == kStages) stage = 0, phase ^= 1;
-    };
-    auto const step = [&](auto turn) {
-      constexpr int kTurn = decltype(turn)::value;
-      unroll<kHalves>([&](auto number) {
-        half(held[kTurn], number, std::integral_constant<int, (kTurn * kHalves + decltype(number)::value) % 2>());
-      });
-    };
-#pragma unroll 1
-    for (int i = 0; i < steps; i += 2) {
-      step(std::integral_constant<int, 0>());
-      if (i + 1 == steps) break;
-      step(std::integral_constant<int, 1>());
+      for (int j = 0; j < kCount; ++j) acc[j] = fmaf(scales[j / 2 % 2], sums(j), acc[j]);
     }
-    add_block();
-
-    auto const sync_math = [] { asm volatile("bar.sync 1, %0;" ::"n"(C::kThreads) : "memory"); };
-    sync_math();  // nobody reads x any more
-    auto* const partial = reinterpret_cast<float*>(memory);
-    int const row = 16 * warp + threadIdx.x % 32 / 4, member = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      int const m = i / 4 * 8 + 2 * member + i % 2;
-      partial[m * C::kSumsPitch + row + i / 2 % 2 * 8] = acc[i];
-    }
-    sync_math();
-    write_sums<C>(p, l, first_m, first_n, partial);
   }
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(sums);
+  if constexpr (C::kScaleWeights) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) acc[j] = sums(j);
+  }
+  finish_stages();
+  unsigned const inverse = 0xffffffffu / rows_of_part + 1;  // of the quotient of a small number
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    int const m = i / 4 * 8 + lane % 4 * 2 + i % 2, row = 16 * warp + lane / 4 + i / 2 % 2 * 8;
+    if (parts > 1) {
+      int const adder = rows_of_part == 1 ? m : __umulhi(m, inverse);
+      float* const to = &partial[(part * rows_of_part + m - adder * rows_of_part) * kPitch + row];
+      if (m < tile_m) {
+        store_shared_remote(__float_as_uint(acc[i]), cast_smem_ptr_to_uint(to), cast_smem_ptr_to_uint(&shared.added),
+                            adder);
+      }
+    } else {
+      partial[m * kPitch + row] = acc[i];
+    }
+  }
+  if (parts > 1) {
+    __syncwarp();
+    if (elect_one_sync()) Full::arrive(&shared.added);
+    Full::wait(&shared.added, 0);
+    asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
+  } else {
+    sync_math();
+  }
+  cudaGridDependencySynchronize();  // the bias is next
+  write_rows<kRowsW, kPitch, kMathThreads>(p, partial, parts, rows_of_part, rows, l, first_m + part * rows_of_part,
+                                           first_n);
 }
 
-template <class C>
-cudaError_t prepare_wgmma(bool& fits) {
-  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), {{}, C::kLaunched, C::kSharedBytes}, fits);
-}
-
-// Has TMA load x in tiles of 64 columns, and zeros for what is beyond.
-template <class C>
-cudaError_t make_tiles(BlockScaledMm const& p, CUtensorMap& tiles) {
-  bool const batched = p.x_batch_stride != 0;
-  cuuint64_t const shape[] = {cuuint64_t(p.k), cuuint64_t(p.m), batched ? cuuint64_t(p.batch) : 1};
-  cuuint64_t const strides[] = {2 * shape[0], 2 * (batched ? cuuint64_t(p.x_batch_stride) : shape[0] * shape[1])};
-  cuuint32_t const box[] = {kColumnsX, cuuint32_t(std::min(C::kTileM, p.m)), 1}, steps[] = {1, 1, 1};
+// Has TMA load boxes of a matrix of 3 dimensions, and zeros for what is beyond.
+cudaError_t make_boxes(void const* data, CUtensorMapDataType type, std::array<int64_t, 3> shape,
+                       std::array<int64_t, 2> strides, int columns, int rows, CUtensorMapSwizzle swizzle,
+                       CUtensorMap& boxes) {
+  cuuint64_t const sizes[] = {cuuint64_t(shape[0]), cuuint64_t(shape[1]), cuuint64_t(shape[2])};
+  cuuint64_t const bytes[] = {cuuint64_t(strides[0]), cuuint64_t(strides[1])};
+  cuuint32_t const box[] = {cuuint32_t(columns), cuuint32_t(rows), 1}, steps[] = {1, 1, 1};
   CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
-      &tiles, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(p.x), shape, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &boxes, type, 3, const_cast<void*>(data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// The blocks of a cluster share x, or K.
 template <class C>
+LaunchShape shape_of(dim3 grid, int share, int parts) {
+  return {grid, C::kThreads, sizeof(typename C::Shared), dim3(share, parts)};
+}
+
+template <class C, int kShare>
+cudaError_t prepare_wgmma(bool& fits) {
+  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C>({}, kShare, 1), fits);
+}
+
+template <class C, int kShare>
 cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& submit) {
   Params params = make_params<C>(problem);
-  int const parts = set_parts<C>(problem, split, params);
-  CUtensorMap tiles_x;
-  if (cudaError_t const error = make_tiles<C>(problem, tiles_x)) return error;
-  dim3 const blocks(params.tiles_m * params.tiles_n * unsigned(problem.batch), parts);
-  LaunchShape const shape{blocks, C::kLaunched, C::kSharedBytes};
-  cudaError_t const error = jax_qmm::launch(submit, shape, wgmma_kernel<C>, params, problem.block, tiles_x);
-  return error || parts == 1 ? error : add_parts(problem, parts, submit);
+  int const parts = count_parts(problem, kStep, split);
+  params.k_of_part = int(ceil_div(ceil_div(problem.k, kStep), parts) * kStep);
+
+  bool const x_batched = problem.x_batch_stride != 0, w_batched = problem.w_batch_stride != 0;
+  int const box_rows = kShare > 1 ? C::kTileM / kShare : std::min(C::kTileM, problem.m);
+  int64_t const m = problem.m, n = problem.n, k = problem.k, row_bytes = problem.row_bytes(), batch = problem.batch;
+  CUtensorMap boxes_x, boxes_w;
+  cudaError_t error = make_boxes(problem.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, {k, m, x_batched ? batch : 1},
+                                 {2 * k, 2 * m * k}, kColumnsX, box_rows, CU_TENSOR_MAP_SWIZZLE_128B, boxes_x);
+  if (error == cudaSuccess) {
+    error = make_boxes(problem.w, CU_TENSOR_MAP_DATA_TYPE_UINT8, {row_bytes, n, w_batched ? batch : 1},
+                       {row_bytes, n * row_bytes}, kBoxBytes, kRowsW, CU_TENSOR_MAP_SWIZZLE_NONE, boxes_w);
+  }
+  if (error != cudaSuccess) return error;
+  unsigned const clusters = params.tiles_m * unsigned(ceil_div(params.tiles_n, kShare)) * unsigned(batch);
+  return jax_qmm::launch(submit, shape_of<C>(dim3(kShare * clusters, parts), kShare, parts), wgmma_kernel<C>, params,
+                         ParamsSm90{kShare, box_rows, x_batched, w_batched}, boxes_x, boxes_w);
+}
+
+template <class C, int kShare>
+Instance instance(DType in) {
+  Instance i{in, C::kBits, false, C::kUnit, C::kTileM, kRowsW, kStep, C::kBlocksPerSm, true, C::kScaleWeights, kShare};
+  i.prepare = prepare_wgmma<C, kShare>;
+  i.launch = launch_wgmma<C, kShare>;
+  return i;
 }
 
 template <DType In, int kBits>
 void add(std::vector<Instance>& to) {
   using T = std::conditional_t<In == DType::kBF16, __nv_bfloat16, __half>;
-  auto const add_one = [&](auto float_zero, auto tile_m) {
-    using C = ConfigSm90<T, kBits, decltype(float_zero)::value, decltype(tile_m)::value>;
-    Instance i = describe<C>(In);
-    i.wgmma = true;
-    i.prepare = prepare_wgmma<C>;
-    i.launch = launch_wgmma<C>;
-    to.push_back(i);
-  };
-  add_one(std::false_type(), std::integral_constant<int, 64>());
-  add_one(std::false_type(), std::integral_constant<int, 128>());
+  to.push_back(instance<ConfigSm90<T, kBits, 8, false>, 1>(In));
+  to.push_back(instance<ConfigSm90<T, kBits, 16, false>, 1>(In));
+  to.push_back(instance<ConfigSm90<T, kBits, 32, false>, 1>(In));
+  to.push_back(instance<ConfigSm90<T, kBits, 32, false>, 2>(In));
+  to.push_back(instance<ConfigSm90<T, kBits, 64, false>, 1>(In));
+  to.push_back(instance<ConfigSm90<T, kBits, 64, false>, 4>(In));
+  if constexpr (In == DType::kF16) {  // whose range scaled weights may leave
+    to.push_back(instance<ConfigSm90<T, kBits, 128, false>, 1>(In));
+    to.push_back(instance<ConfigSm90<T, kBits, 128, false>, 2>(In));
+  } else {
+    to.push_back(instance<ConfigSm90<T, kBits, 64, true>, 1>(In));
+    to.push_back(instance<ConfigSm90<T, kBits, 128, true>, 1>(In));
+    to.push_back(instance<ConfigSm90<T, kBits, 128, true>, 2>(In));
+    to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 1>(In));
+    to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 2>(In));
+  }
 }
 
 }  // namespace

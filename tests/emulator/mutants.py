@@ -36,6 +36,10 @@ TESTS = {
         BLOCKS.format("test_rows_around_the_tiles[1-4]"),
         BLOCKS.format("test_blocks_and_zero_points[16-int8-bfloat16-4]"),
     ],
+    "weights by wgmma": [
+        BLOCKS.format("TestWgmma::test_shapes_and_blocks[1-129-520-256-int8-bfloat16-4]"),
+        BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-40-1416-320-none-bfloat16-4]"),
+    ],
     "quantize": [*(ROWS.format(cols) for cols in (100, 1000, 4096, 8200)), SUMS],
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
     "skinny": [CHOICES.format((7, 200, 4624))],
@@ -62,7 +66,7 @@ class Mutant:
 
 GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
 QUANTIZE, EPILOGUE, MULTISTAGE = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "scaled_mm/gemm_sm80.cuh"
-ADD_PARTS = "scaled_mm/split_k_sm80.cu"
+ADD_PARTS, WEIGHTS = "scaled_mm/split_k_sm80.cu", "block_scaled_mm/wgmma_sm90.cu"
 BLOCK_SCALED, BLOCK_SOURCES, DEQUANTIZE = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "sources", "dequantize")
 )
@@ -88,17 +92,23 @@ MUTANTS = [
     Mutant(
         "block scaled: rows of weights beyond N",
         BLOCK_SOURCES,
-        "min(16 * i + 8 * h + row, rows - 1)",
+        "min(16 * i + 8 * h + row, p.n - 1 - first_n)",
         "16 * i + 8 * h + row",
     ),
-    Mutant("block scaled: columns of weights beyond K", BLOCK_SOURCES, "load_if(column_ < end_, ", "load_if(true, "),
+    Mutant("block scaled: columns of weights beyond K", BLOCK_SOURCES, "if (more()) {", "if (true) {"),
     Mutant(
         "block scaled: scales beyond K",
         BLOCK_SOURCES,
-        "there[u] ? __umulhi(2 * unit, p_.block_inverse) : 0",
+        "there ? __umulhi(2 * unit, p_.block_inverse) : 0",
         "__umulhi(2 * unit, p_.block_inverse)",
     ),
-    Mutant("block scaled: rows of x beyond M", BLOCK_SOURCES, "row < rows_ && columns_ > 0", "columns_ > 0"),
+    Mutant(
+        "block scaled: rows of x beyond M",
+        BLOCK_SOURCES,
+        "if (row >= min(rows_, C::kTileM)) break;\n        auto",
+        "if (row >= C::kTileM) break;\n        auto",
+    ),
+    Mutant("block scaled: rows of x that are not there stay as they are", BLOCK_SCALED, "  x.clear(stages);\n"),
     Mutant(
         "block scaled: terms of the wrong unit",
         BLOCK_SCALED,
@@ -188,6 +198,29 @@ MUTANTS = [
     Mutant("multistage: columns beyond the partial sums", MULTISTAGE, "if (n < pitch) *", "*"),
     Mutant("multistage: one row too many is added up", ADD_PARTS, "if (row >= p.rows ||", "if (row > p.rows ||"),
     Mutant("multistage: columns beyond the matrix are added up", ADD_PARTS, "if (n + v < p.n) to[v]", "to[v]"),
+    Mutant("weights by wgmma: no wait for loads", WEIGHTS, "    Full::wait(&shared.full[stage], phase);\n"),
+    Mutant(
+        "weights by wgmma: a stage released while it is multiplied",
+        WEIGHTS,
+        "Empty::arrive(&shared.empty[before], ",
+        "Empty::arrive(&shared.empty[stage], ",
+    ),
+    Mutant("weights by wgmma: no wait for products", WEIGHTS, "    warpgroup_wait<1>();\n"),
+    Mutant("weights by wgmma: too few bytes are expected", WEIGHTS, "share * own.box_rows * 2 * kStep", "0"),
+    Mutant(
+        "weights by wgmma: terms are not waited for",
+        WEIGHTS,
+        "Full::init(&shared.full[s], 2);",
+        "Full::init(&shared.full[s], 1);",
+    ),
+    Mutant("weights by wgmma: split-K sums read before they arrive", WEIGHTS, "    Full::wait(&shared.added, 0);\n"),
+    Mutant("weights by wgmma: no barrier before sums are read", WEIGHTS, "    sync_math();\n"),
+    Mutant(
+        "weights by wgmma: groups beyond K",
+        WEIGHTS,
+        "min(__umulhi(2 * unit, p.block_inverse), p.groups - 1)",
+        "__umulhi(2 * unit, p.block_inverse)",
+    ),
     Mutant("one tile: no wait for loads", ONE_TILE, "      Full::wait(&smem.full[stage], phase);\n"),
     Mutant(
         "one tile: a stage released while it is multiplied",
