@@ -54,8 +54,7 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   double const blocks = tiles_m * tiles_n * p.batch * parts;
   double const cycles = std::min<double>(gpu.sm_count, blocks) * gpu.clock;  // of the SMs that have a block
   double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
-  int const asked = i.wgmma ? 6 : 1;  // steps whose weights are on their way
-  double const turns = waves * double(ceil_div(ceil_div(p.k, i.step), parts)) * kRoundTrip / asked;
+  double const turns = waves * double(ceil_div(ceil_div(p.k, i.step), parts)) * kRoundTrip;
   // Memory has the weights to read once, and L2 what every block reads.
   double const weights = double(p.batch) * p.n * p.row_bytes(), x = double(p.batch) * p.m * p.k * bytes_of(p.in);
   double const reading =
