@@ -9,7 +9,8 @@ def reshaped(q, new):
     """`q` in the shape `new`, as `QArray.reshape` says."""
     stored = q.storage_axes()
     groups = [([stored[axis] for axis in axes], parts) for axes, parts in _groups(q.shape, new)]
-    in_memory = sorted(range(len(groups)), key=lambda i: groups[i][0] or [q.ndim])
+    # New axes of 1 lie in front: the last axis in memory has the blocks and the packed columns.
+    in_memory = sorted(range(len(groups)), key=lambda i: groups[i][0] or [-1])
 
     def reshaped_leaf(leaf):
         out = []

@@ -226,6 +226,16 @@ def test_an_axis_in_one_piece_may_be_packed_and_have_blocks():
     np.testing.assert_array_equal(q.pack().T.reshape(300, 3, 2).dequantize(), dense.T.reshape(300, 3, 2))
 
 
+@pytest.mark.parametrize("tile_size", [None, 100, 128])
+def test_new_axes_of_one_leave_the_last_in_memory_last(tile_size):
+    q, dense = weight((6, 300), INT4, tile_size)
+    for each in (q, q.pack()):
+        got = each.reshape(6, 300, 1, 1)
+        assert got.shape == (6, 300, 1, 1) and got.is_packed == each.is_packed
+        np.testing.assert_array_equal(got.dequantize(), dense[..., None, None])
+        np.testing.assert_array_equal(got.T.reshape(300, 6).dequantize(), dense.T)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("x", None), P("x", "y")])
 def test_packing_keeps_each_part_on_its_device(kind, spec):
