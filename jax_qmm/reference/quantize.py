@@ -131,7 +131,7 @@ def dequantize(qvalue, scale, zero_point=None, dtype=None):
     [[0.0, 127.5]]
     """
     if zero_point is not None and jnp.issubdtype(zero_point.dtype, jnp.integer):
-        qvalue = qvalue.astype(jnp.int32) - zero_point
+        qvalue = qvalue.astype(jnp.int32) - zero_point.astype(jnp.int32)
     elif zero_point is not None:
         qvalue = qvalue.astype(jnp.float32) - zero_point.astype(jnp.float32)
     return (qvalue.astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype or scale.dtype)

@@ -53,6 +53,15 @@ def test_vmap_over_rows_makes_one_product():
     assert row.inputs == "float32[3,4,1024] x int4[24,1024]"
 
 
+def test_strict_promotion():
+    x, w = normal((4, 96), dtype=ml_dtypes.bfloat16), weight((6, 96), tile_size=32)
+    with jax.numpy_dtype_promotion("strict"):
+        for each in (w, w.pack()):
+            f = lambda x, each=each: jax_qmm.block_scaled_mm(x, each, activation="relu")
+            assert f(x).dtype == jax.grad(lambda x, f=f: f(x).sum())(x).dtype == x.dtype
+            np.testing.assert_array_equal(each.offset(), -w.scale * w.zero_point.astype(np.float32))
+
+
 def loss(x, scale, zero_point, bias, w, activation, dtype):
     w = QArray(w.qvalue, scale, zero_point, tile_size=w.tile_size)
     y = jax_qmm.block_scaled_mm(x, w, bias, activation=activation, out_dtype=dtype)
