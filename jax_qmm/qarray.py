@@ -115,22 +115,25 @@ class QArray:
           A QArray with a float32 zero point.
 
         Raises:
-          TypeError, ValueError: as in `QArray`.
+          TypeError, ValueError: as in `QArray`, and for an offset that is no float array of the shape of `scale`.
 
         >>> QArray.from_offset(jnp.int8([[1, 2]]), jnp.float32([[0.5]]), jnp.float32([[10.25]])).dequantize().tolist()
         [[10.75, 11.25]]
         >>> QArray.from_offset(jnp.int8([[1, 2]]), jnp.float32([[0.0]]), jnp.float32([[10.25]])).dequantize().tolist()
         [[10.25, 10.25]]
         """
-        q = cls(qvalue, scale, offset, qtype=qtype, tile_size=tile_size)  # for its checks
-        if q.zero_point is None or not jnp.issubdtype(q.zero_point.dtype, jnp.floating):
+        q = cls(qvalue, scale, qtype=qtype, tile_size=tile_size)
+        if q.qtype not in WEIGHT_QTYPES:
+            raise TypeError(f"qvalue has dtype {q.qtype}, needs int8 or int4 beside an offset")
+        if not hasattr(offset, "dtype") or not jnp.issubdtype(offset.dtype, jnp.floating):
             raise TypeError(f"offset is {offset!r}, needs a float array")
+        if offset.shape != scale.shape:
+            raise ValueError(f"offset has shape {offset.shape}, needs that of scale {scale.shape}")
         offset = jnp.asarray(offset, jnp.float32)
-        zero_point = -offset / q.scale.astype(jnp.float32)
-        constant = (offset != 0) & jnp.isinf(zero_point) | (q.scale == 0)
+        constant = (q.scale == 0) | jnp.isinf(offset / q.scale.astype(jnp.float32))
         values = jnp.where(q.along_values(constant), jnp.zeros((), q.qtype), q.qvalue)
-        scale = jnp.where(constant, jnp.ones((), q.dtype), q.scale)
-        return q._replace(qvalue=values, scale=scale, zero_point=jnp.where(constant, -offset, zero_point))
+        scale = jnp.where(constant, jnp.ones((), q.dtype), q.scale)  # also below: a gradient of x / 0 is NaN
+        return q._replace(qvalue=values, scale=scale, zero_point=-offset / scale.astype(jnp.float32))
 
     def offset(self) -> jax.Array | None:
         """`-scale * zero_point` in float32, what `from_offset` takes; None without a zero point.
@@ -138,7 +141,9 @@ class QArray:
         >>> QArray.from_offset(jnp.int8([[1]]), jnp.float32([[0.5]]), jnp.float32([[10.25]])).offset().tolist()
         [[10.25]]
         """
-        return None if self.zero_point is None else -self.scale.astype(jnp.float32) * self.zero_point
+        if self.zero_point is None:
+            return None
+        return -self.scale.astype(jnp.float32) * self.zero_point.astype(jnp.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -158,6 +158,13 @@ def test_constant_blocks_are_exact():
     assert QArray(jnp.ones((1, 2), jnp.int4), jnp.ones((1, 1))).offset() is None
 
 
+def test_constant_blocks_have_gradients():
+    q, scale, offset = jnp.int8([[1, 2, 3, 4]]), jnp.float32([[0, 0.5]]), jnp.float32([[2, 3]])
+    total = lambda scale, offset: QArray.from_offset(q, scale, offset).dequantize().sum()
+    by_scale, by_offset = jax.grad(total, (0, 1))(scale, offset)
+    assert by_scale.tolist() == [[0, 7]] and by_offset.tolist() == [[2, 2]]
+
+
 def test_an_integer_zero_point_has_an_offset():
     q = QArray(jnp.ones((1, 2), jnp.int4), jnp.bfloat16([[0.5]]), jnp.int32([[3]]))
     assert q.offset().tolist() == [[-1.5]] and q.offset().dtype == jnp.float32
@@ -206,6 +213,12 @@ ONE, Q4 = np.ones((1, 1), np.float32), np.ones((1, 6), ml_dtypes.int4)
         (lambda: QArray(Q4, ONE, np.int16([[8]])), TypeError, "zero_point has dtype int16, needs int32, float32"),
         (lambda: QArray.from_offset(Q4, ONE, None), TypeError, "offset is None, needs a float array"),
         (lambda: QArray.from_offset(Q4, ONE, np.int32([[1]])), TypeError, "offset is .*, needs a float array"),
+        (lambda: QArray.from_offset(Q4, ONE, ONE[0]), ValueError, r"offset has shape \(1,\), needs that of scale \(1, 1\)"),
+        (
+            lambda: QArray.from_offset(Q4.astype(ml_dtypes.float8_e4m3fn), ONE, ONE),
+            TypeError,
+            "qvalue has dtype float8_e4m3fn, needs int8 or int4 beside an offset",
+        ),
         (
             lambda: jax_qmm.quantize(np.ones((2, 4), np.float32), "fp8").pack(),
             TypeError,
