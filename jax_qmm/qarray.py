@@ -46,7 +46,8 @@ class QArray:
 
     Raises:
       TypeError: for a leaf of a dtype not listed above.
-      ValueError: for a leaf of a shape that does not fit, or for values out of the range of `qtype`.
+      ValueError: for a leaf of a shape that does not fit, for values out of the range of `qtype`, or for integer zero
+        points out of the range of the values. Traced ones can't be seen.
 
     Attributes:
       shape, ndim, size: those of the logical array.

@@ -31,7 +31,7 @@ def check(q, tile_size):
     shape, scale_shape = q.qvalue.shape, q.scale.shape
     last, needs = shape[-1:], "dimensions that divide its dimensions"
     if tile_size is not None:
-        if not isinstance(tile_size, (int, np.integer)) or tile_size < 1 or not shape:
+        if isinstance(tile_size, bool) or not isinstance(tile_size, (int, np.integer)) or tile_size < 1 or not shape:
             raise ValueError(f"tile_size is {tile_size!r}, needs to be a positive int, with a qvalue of rank 1 or more")
         last = (-(-shape[-1] // tile_size),)
         needs += f", of the last the {last[0]} blocks of tile_size {tile_size}"
@@ -43,6 +43,8 @@ def check(q, tile_size):
             raise TypeError(f"zero_point was given with qvalue of dtype {q.qvalue.dtype}, needs int8 or int4")
         if q.zero_point.shape != scale_shape:
             raise ValueError(f"zero_point has shape {q.zero_point.shape}, needs that of scale {scale_shape}")
+        if q.zero_point.dtype == INT32:
+            cast("zero_point", q.zero_point, q.qvalue.dtype)
     sums = () if q.azp_adj is None else q.azp_adj.shape
     if sums and (len(sums) != len(shape) or any(n not in (1, size) for n, size in zip(sums, shape))):
         raise ValueError(f"azp_adj has shape {sums}, needs that of qvalue {shape} with 1 on summed axes")

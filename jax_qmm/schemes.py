@@ -316,6 +316,14 @@ def check_scheme(scheme):
         raise TypeError(f"scheme is {scheme!r}, needs a W8A8, W4A16 or W8A16")
 
 
+def check_weight(q, scheme):
+    """Raises ValueError if `q` is no weight for `scheme`."""
+    if q.qtype != scheme.dtype:
+        raise ValueError(f"scheme has dtype {scheme.dtype}, needs that of the QArray, {q.qtype}")
+    if q.is_packed and isinstance(scheme, W8A8):
+        raise ValueError(f"{q} is packed, {scheme!r} needs it plain: take its .unpack()")
+
+
 def _contracted_last(kernel, contracted):
     """A kernel with its contracted axes last, and the order of axes that takes it back."""
     last = [axis % kernel.ndim for axis in contracted]

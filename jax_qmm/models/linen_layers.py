@@ -17,7 +17,7 @@ from jax_qmm.models import layer_kinds, products
 from jax_qmm.models.linen_kernel import QuantizedBox, QuantizedKernel
 from jax_qmm.models.plan import Static
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import Scheme
+from jax_qmm.schemes import Scheme, check_weight
 
 SCALE, ZERO_POINT = "activation_scale", "activation_zero_point"
 _OWN = ("promote_dtype", "dot_general", "dot_general_cls")
@@ -65,7 +65,8 @@ def install(
 
     Raises:
       TypeError: if the kernel is quantized already.
-      ValueError: if `qarray` has another shape than the kernel, or another dtype than the scheme.
+      ValueError: if `qarray` has another shape than the kernel, or does not fit the scheme: another dtype, or
+        packed for W8A8.
 
     >>> from jax_qmm import W8A8
     >>> params = {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}
@@ -77,8 +78,9 @@ def install(
     kernel = unboxed(box)
     if isinstance(kernel, QArray):
         raise TypeError("params has a quantized kernel already, needs a float one")
-    if qarray.shape != kernel.shape or qarray.qtype != scheme.dtype:
-        raise ValueError(f"qarray is {qarray}, needs the kernel's shape {kernel.shape} and the scheme's {scheme.dtype}")
+    if qarray.shape != kernel.shape:
+        raise ValueError(f"qarray is {qarray}, needs the kernel's shape {kernel.shape}")
+    check_weight(qarray, scheme)
     quantized = QuantizedKernel(qarray, scheme, kernel.dtype)
     if isinstance(box, meta.AxisMetadata):
         quantized = QuantizedBox(quantized, box)

@@ -22,7 +22,7 @@ from jax_qmm.models.layer_kinds import KernelUse
 from jax_qmm.models.leaf_specs import abstract_leaves, leaf_shardings, leaf_specs
 from jax_qmm.models.plan import Conversion, Plan, Static
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import Scheme
+from jax_qmm.schemes import Scheme, check_weight
 
 
 class QuantizedParam(nnx.Variable):
@@ -141,7 +141,8 @@ def install(layer: Any, qarray: QArray, scheme: Scheme, static: Static | None = 
 
     Raises:
       TypeError: if `layer` is none of these, or quantized already.
-      ValueError: if `qarray` has another shape than the kernel, or another dtype than the scheme.
+      ValueError: if `qarray` has another shape than the kernel, or does not fit the scheme: another dtype, or
+        packed for W8A8.
 
     >>> from jax_qmm import W8A8
     >>> linear = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
@@ -153,9 +154,9 @@ def install(layer: Any, qarray: QArray, scheme: Scheme, static: Static | None = 
     kind, float_kernel = layer_kinds.check_kind(layer, layer_kinds.NNX), layer.kernel
     if isinstance(float_kernel, QuantizedParam):
         raise TypeError("layer is quantized already, needs a float kernel")
-    if qarray.shape != float_kernel.shape or qarray.qtype != scheme.dtype:
-        needs = f"the kernel's shape {float_kernel.shape} and the scheme's {scheme.dtype}"
-        raise ValueError(f"qarray is {qarray}, needs {needs}")
+    if qarray.shape != float_kernel.shape:
+        raise ValueError(f"qarray is {qarray}, needs the kernel's shape {float_kernel.shape}")
+    check_weight(qarray, scheme)
     stack = qarray.shape[: qarray.ndim - len(kind.shape(layer))]
     # The constructor would shard all leaves by the metadata, which is that of the kernel.
     layer.kernel = QuantizedParam.from_metadata(qarray, float_kernel.get_metadata())

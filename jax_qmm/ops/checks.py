@@ -237,7 +237,7 @@ def tile_size(tile_size, tiled, shape):
     """The number of blocks of `tile_size` along the axis `tiled`, of which the last may be short on the last axis."""
     if tiled is None:
         raise ValueError("tile_size needs a single axis")
-    if not isinstance(tile_size, (int, np.integer)) or tile_size < 1:
+    if isinstance(tile_size, bool) or not isinstance(tile_size, (int, np.integer)) or tile_size < 1:
         raise ValueError(f"tile_size is {tile_size}, needs to be a positive int")
     if tiled != len(shape) - 1 and shape[tiled] % tile_size != 0:
         raise ValueError(f"tile_size is {tile_size}, needs a divisor of {shape[tiled]}, the size of axis {tiled}")

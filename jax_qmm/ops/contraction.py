@@ -15,7 +15,7 @@ from jax_qmm.ops.fake_quantize import straight_through
 from jax_qmm.ops.product import Product
 from jax_qmm.ops.weight_only_dot import is_weight_only
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W8A8, check_scheme
+from jax_qmm.schemes import W8A8, check_scheme, check_weight
 
 
 def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_sharding, scheme, bias):
@@ -78,8 +78,7 @@ def _check_scheme(scheme, sides):
     if scheme is None:
         return None if is_weight_only(q) else W8A8(q.qtype), (None, None)
     check_scheme(scheme)
-    if scheme.dtype != q.qtype:
-        raise ValueError(f"scheme has dtype {scheme.dtype}, needs that of the QArray, {q.qtype}")
+    check_weight(q, scheme)
     if not isinstance(scheme, W8A8):
         return None, (None, None)
     scale, zero_point = scheme.activation_scale, scheme.activation_zero_point

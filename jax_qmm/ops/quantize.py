@@ -141,7 +141,12 @@ def quantize(
         squeeze = lambda leaf: None if leaf is None else jnp.squeeze(leaf, tiled + 1)
         values = leaves[0].reshape(*whole[:tiled], count * tile_size, *whole[tiled + 1 :])
         leaves = [jax.lax.slice_in_dim(values, 0, whole[tiled], axis=tiled), *map(squeeze, leaves[1:])]
-    return QArray(*leaves, tile_size=None if tiled is None or whole[tiled] % tile_size == 0 else tile_size)
+    qvalue, step, zero_points, *rest = leaves
+    given = None if scale is None else zero_points  # those that are computed fit, and are not waited for
+    q = QArray(
+        qvalue, step, given, *rest, tile_size=None if tiled is None or whole[tiled] % tile_size == 0 else tile_size
+    )
+    return q._replace(zero_point=zero_points)
 
 
 def _check_x(x):

@@ -196,7 +196,9 @@ def test_install_is_the_door_for_kernels_from_elsewhere():
     np.testing.assert_array_equal(layer.apply({"params": params}, X), layer.apply(want, X))
     with pytest.raises(ValueError, match=r"qarray is QArray.*, needs the kernel's shape \(8, 4\)"):
         qlinen.install(abstract, qarray.T, scheme)
-    with pytest.raises(ValueError, match="and the scheme's float8_e4m3fn"):
+    with pytest.raises(ValueError, match="scheme has dtype float8_e4m3fn, needs that of the QArray, int8"):
         qlinen.install(abstract, qarray, W8A8("float8_e4m3fn"))
+    with pytest.raises(ValueError, match="is packed, W8A8.* needs it plain"):
+        qlinen.install(abstract, qarray.T.pack().T, scheme)
     with pytest.raises(TypeError, match="params has a quantized kernel already"):
         qlinen.install(params, qarray, scheme)

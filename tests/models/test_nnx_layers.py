@@ -260,8 +260,10 @@ def test_install_is_the_door_for_kernels_from_elsewhere():
     np.testing.assert_array_equal(abstract(X), want(X))
     with pytest.raises(ValueError, match=r"qarray is QArray.*, needs the kernel's shape \(8, 4\)"):
         qnnx.install(linear, want.kernel[...].T, W8A8())
-    with pytest.raises(ValueError, match="and the scheme's float8_e4m3fn"):
+    with pytest.raises(ValueError, match="scheme has dtype float8_e4m3fn, needs that of the QArray, int8"):
         qnnx.install(linear, want.kernel[...], W8A8("float8_e4m3fn"))
+    with pytest.raises(ValueError, match="is packed, W8A8.* needs it plain"):
+        qnnx.install(linear, want.kernel[...].pack(), W8A8())
     with pytest.raises(TypeError, match="layer is a LayerNorm, needs Linear, LinearGeneral, Einsum"):
         qnnx.install(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), want.kernel[...], W8A8())
     with pytest.raises(TypeError, match="layer is quantized already"):

@@ -344,6 +344,8 @@ X = np.ones((4, 6), np.float32)
         (X, {"axis": "k"}, TypeError, "axis is 'k', needs an int"),
         (X, {"tile_size": 3, "axis": 0}, ValueError, "tile_size is 3, needs a divisor of 4, the size of axis 0"),
         (X, {"tile_size": 0}, ValueError, "tile_size is 0"),
+        (X, {"tile_size": True}, ValueError, "tile_size is True"),
+        (X, {"scale": 1.0, "zero_point": 128}, ValueError, "zero_point has values from 128 to 128, needs -128 to 127"),
         (X, {"tile_size": 2, "axis": None}, ValueError, "tile_size needs a single axis"),
         (X, {"qtype": E4M3, "symmetric": False}, ValueError, "symmetric=False was given with qtype float8_e4m3fn"),
         (
