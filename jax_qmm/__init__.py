@@ -10,6 +10,7 @@ __path__ = extend_path(__path__, __name__)  # in a checkout, the kernels are tho
 
 from jax_qmm.explanation import explain
 from jax_qmm.ops.block_scaled_mm import block_scaled_mm
+from jax_qmm.ops.conv_general_dilated import conv_general_dilated
 from jax_qmm.ops.dispatch import export_disabled_checks
 from jax_qmm.ops.dot_general import dot_general, einsum, matmul
 from jax_qmm.ops.fake_quantize import fake_quantize
@@ -27,6 +28,7 @@ __all__ = [
     "W8A8",
     "azp_adjustment",
     "block_scaled_mm",
+    "conv_general_dilated",
     "dot_general",
     "einsum",
     "explain",

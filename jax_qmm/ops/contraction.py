@@ -32,8 +32,8 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
         other is weight-only; None for two QArrays.
       bias: float array that broadcasts against the output, or None.
     """
-    sides = [x if isinstance(x, QArray) else _check_float(name, x) for name, x in zip(names, (lhs, rhs))]
-    scheme, static = _check_scheme(scheme, sides)
+    sides = [x if isinstance(x, QArray) else float_operand(name, x) for name, x in zip(names, (lhs, rhs))]
+    scheme, static = operand_scheme(scheme, sides)
     product = Product(
         *map(tuple, labels),
         _check_out_dtype(preferred_element_type, sides),
@@ -49,7 +49,7 @@ def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_
     return _product(product, *sides, bias, static)
 
 
-def _check_float(name, x):
+def float_operand(name, x):
     x = checks.asarray(name, x)
     if x.dtype not in SCALE_DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}, needs {', '.join(map(str, SCALE_DTYPES))} or to be a QArray")
@@ -68,7 +68,7 @@ def _check_out_dtype(dtype, sides):
     return dtype
 
 
-def _check_scheme(scheme, sides):
+def operand_scheme(scheme, sides):
     """The scheme without its static scale and zero point, and these two; all None where nothing is to be quantized."""
     if all(isinstance(x, QArray) for x in sides):
         if scheme is not None:

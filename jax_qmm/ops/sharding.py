@@ -41,7 +41,7 @@ def partitioned(local, operands, results, shapes, *, over=(), across=None, units
 
     Args:
       local: function of the operands that one device holds.
-      operands: for each operand the factors of its dimensions, as strings.
+      operands: for each operand the factors of its dimensions, as strings; None is a dimension that is not sharded.
       results: likewise for each result.
       shapes: of the operands. A dimension of 1 is not sharded with its factor.
       over: the factors that are reduced.
@@ -49,8 +49,9 @@ def partitioned(local, operands, results, shapes, *, over=(), across=None, units
       units: of factors whose dimensions differ in size, into how many equal parts each of them may be divided.
     """
     ones, units = (f"one{i}" for i in itertools.count()), units or {}
+    whole = lambda size, factor: factor is None or 1 in (size, units.get(factor))
     operands = [
-        [next(ones) if 1 in (size, units.get(factor)) else factor for size, factor in zip(shape, factors)]
+        [next(ones) if whole(size, factor) else factor for size, factor in zip(shape, factors)]
         for shape, factors in zip(shapes, operands)
     ]
     known = set(itertools.chain(*operands))

@@ -1,0 +1,204 @@
+"""The form of a convolution, and its checks: which axis is which, and how the window moves.
+
+Ops compute lhs `(N, *S, C)` with rhs `(O, *K, C / groups)`, the sums over the last axis of both; a `ConvForm` takes the
+operands there in the order that a user has them, and the result back.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_qmm.ops.product import transposed
+
+
+class Window(NamedTuple):
+    """How the window moves along each spatial axis, and the groups of channels.
+
+    Attributes:
+      strides, lhs_dilation, rhs_dilation: an int for each spatial axis, as in `jax.lax.conv_general_dilated`.
+      padding: for each a pair, before and after; negative ones crop.
+      groups: of the input's channels, each for as many of the output's.
+    """
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    groups: int
+
+    def out_shape(self, lhs, rhs):
+        """The spatial sizes of the result, given those of the operands."""
+        one = lambda sizes: jax.ShapeDtypeStruct((1, 1, *sizes), jnp.float32)
+        conv = lambda lhs, rhs: jax.lax.conv_general_dilated(lhs, rhs, *self[:4])
+        return jax.eval_shape(conv, one(lhs), one(rhs)).shape[2:]
+
+    def is_product(self, taps):
+        """Whether a window of so many taps along each axis takes one value alone, and all in turn."""
+        ones = (*taps, *self.strides, *self.lhs_dilation, self.groups)
+        return all(size == 1 for size in ones) and not any(map(any, self.padding))
+
+    def words(self, taps):
+        """As `explain` has it, with what is not the usual.
+
+        >>> Window((2, 2), ((1, 1), (0, 0)), (1, 1), (1, 1), 4).words((3, 3))
+        '3x3, strides 2x2, padding 1:1 x 0:0, 4 groups'
+        """
+        by = lambda sizes: "x".join(map(str, sizes))
+        parts = [by(taps)] if taps else []
+        for name, sizes in (("strides", self.strides), ("dilation", self.rhs_dilation), ("lhs", self.lhs_dilation)):
+            if any(size != 1 for size in sizes):
+                parts.append(f"{'lhs dilation' if name == 'lhs' else name} {by(sizes)}")
+        if any(map(any, self.padding)):
+            parts.append("padding " + " x ".join(f"{before}:{after}" for before, after in self.padding))
+        return ", ".join([*parts, *([f"{self.groups} groups"] if self.groups > 1 else [])])
+
+
+class ConvForm(NamedTuple):
+    """A convolution without its operands.
+
+    Attributes:
+      numbers: a `jax.lax.ConvDimensionNumbers`.
+      window: a `Window`.
+      batch_groups: groups of the input's batch, each for as many of the output's channels.
+    """
+
+    numbers: jax.lax.ConvDimensionNumbers
+    window: Window
+    batch_groups: int
+
+    @property
+    def lhs_order(self):
+        """The axes of lhs as (N, *S, C)."""
+        batch, channels, *spatial = self.numbers.lhs_spec
+        return batch, *spatial, channels
+
+    @property
+    def rhs_order(self):
+        """The axes of rhs as (O, *K, C / groups)."""
+        out, channels, *spatial = self.numbers.rhs_spec
+        return out, *spatial, channels
+
+    @property
+    def taps_of(self):
+        """The axes of rhs along which the window lies."""
+        return self.numbers.rhs_spec[2:]
+
+    def grouped(self, x):
+        """An operand, or a vector along its first axis, with the groups of the batch in front; as it is for one."""
+        if self.batch_groups == 1:
+            return x
+        first = 1 if x.shape[0] == 1 else x.shape[0] // self.batch_groups
+        return x.reshape(1 if x.shape[0] == 1 else self.batch_groups, first, *x.shape[1:])
+
+    def out(self, out):
+        """The result (*batch groups, N, *P, O) in the user's order."""
+        if self.batch_groups > 1:
+            out = jnp.moveaxis(out, 0, -2)
+            out = out.reshape(*out.shape[:-2], math.prod(out.shape[-2:]))
+        batch, channels, *spatial = self.numbers.out_spec
+        order = (batch, *spatial, channels)
+        return transposed(out, [order.index(axis) for axis in range(len(order))])
+
+    def along_channels(self, vector):
+        """A vector (O,) that broadcasts against the result in the user's order."""
+        channels = self.numbers.out_spec[1]
+        return jnp.expand_dims(vector, [axis for axis in range(len(self.numbers.out_spec)) if axis != channels])
+
+    def of_floats(self, lhs, rhs, precision, dtype):
+        """XLA's convolution of dense operands in the user's order."""
+        return jax.lax.conv_general_dilated(
+            *(lhs, rhs, *self.window[:4], self.numbers, self.window.groups, self.batch_groups, precision),
+            preferred_element_type=dtype,
+        )
+
+
+def read(
+    lhs: Any,
+    rhs: Any,
+    window_strides,
+    padding,
+    lhs_dilation,
+    rhs_dilation,
+    dimension_numbers,
+    feature_group_count,
+    batch_group_count,
+) -> ConvForm:
+    """The form that the arguments of `jax.lax.conv_general_dilated` describe, of operands with these shapes."""
+    ndim = len(lhs.shape)
+    if ndim < 2 or len(rhs.shape) != ndim:
+        raise ValueError(
+            f"lhs has shape {lhs.shape} and rhs {rhs.shape}; they need as many axes, of which two are no spatial ones"
+        )
+    numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    _check_groups(lhs, rhs, numbers, feature_group_count, batch_group_count)
+    spatial = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
+    taps = [rhs.shape[axis] for axis in numbers.rhs_spec[2:]]
+    per_axis = lambda name, x: _per_axis(name, (1,) * (ndim - 2) if x is None else x, ndim - 2)
+    strides = per_axis("window_strides", window_strides)
+    lhs_dilation, rhs_dilation = per_axis("lhs_dilation", lhs_dilation), per_axis("rhs_dilation", rhs_dilation)
+    if isinstance(padding, str):
+        if any(by != 1 for by in lhs_dilation):
+            raise ValueError(f"padding is {padding!r}; with lhs_dilation {lhs_dilation} it needs to be pairs of ints")
+        reach = [size and 1 + by * (size - 1) for size, by in zip(taps, rhs_dilation)]
+        padding = jax.lax.padtype_to_pads(spatial, reach, strides, padding)
+    padding = _pads(padding, ndim - 2)
+    window = Window(strides, padding, lhs_dilation, rhs_dilation, int(feature_group_count))
+    form = ConvForm(numbers, window, int(batch_group_count))
+    floats = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
+    jax.eval_shape(lambda lhs, rhs: form.of_floats(lhs, rhs, None, None), *floats)  # lax's own checks
+    return form
+
+
+def _check_groups(lhs, rhs, numbers, feature_groups, batch_groups):
+    for name, count in (("feature_group_count", feature_groups), ("batch_group_count", batch_groups)):
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} is {count!r}; it needs to be a positive int")
+    if feature_groups > 1 and batch_groups > 1:
+        raise ValueError(
+            f"feature_group_count is {feature_groups} and batch_group_count {batch_groups}; one of them needs to be 1"
+        )
+    images, channels = (lhs.shape[axis] for axis in numbers.lhs_spec[:2])
+    out, taken = (rhs.shape[axis] for axis in numbers.rhs_spec[:2])
+    if channels % feature_groups:
+        raise ValueError(
+            f"feature_group_count is {feature_groups}; lhs of shape {lhs.shape} has {channels} channels in axis "
+            f"{numbers.lhs_spec[1]}, and needs a multiple of it"
+        )
+    if taken != channels // feature_groups:
+        of = f"{channels}" if feature_groups == 1 else f"{channels} / {feature_groups}"
+        raise ValueError(
+            f"rhs of shape {rhs.shape} takes {taken} channels in axis {numbers.rhs_spec[1]}; with lhs of shape "
+            f"{lhs.shape} and feature_group_count {feature_groups} it needs {of} = {channels // feature_groups}"
+        )
+    for name, count in (("feature_group_count", feature_groups), ("batch_group_count", batch_groups)):
+        if out % count:
+            raise ValueError(
+                f"{name} is {count}; rhs of shape {rhs.shape} has {out} output channels in axis "
+                f"{numbers.rhs_spec[0]}, and needs a multiple of it"
+            )
+    if images % batch_groups:
+        raise ValueError(
+            f"batch_group_count is {batch_groups}; lhs of shape {lhs.shape} has {images} in its batch axis "
+            f"{numbers.lhs_spec[0]}, and needs a multiple of it"
+        )
+
+
+def _per_axis(name, values, count):
+    values = tuple(values) if isinstance(values, (tuple, list)) else values
+    if not isinstance(values, tuple) or len(values) != count or not all(_is_int(v) and v > 0 for v in values):
+        raise ValueError(f"{name} is {values}; it needs {count} positive ints, one for each spatial axis")
+    return tuple(map(int, values))
+
+
+def _pads(padding, count):
+    pairs = tuple(tuple(pair) if isinstance(pair, (tuple, list)) else pair for pair in padding)
+    fits = all(isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_int, pair)) for pair in pairs)
+    if len(pairs) != count or not fits:
+        raise ValueError(f"padding is {padding}; it needs {count} pairs of ints, one for each spatial axis, or a name")
+    return tuple((int(before), int(after)) for before, after in pairs)
+
+
+def _is_int(x):
+    return hasattr(x, "__index__") and not isinstance(x, bool)

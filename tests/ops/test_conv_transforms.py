@@ -1,0 +1,204 @@
+"""conv_general_dilated under vmap, grad, sharding and export."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conv_oracle import int8
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import jax_qmm
+from jax_qmm import W4A16, W8A8, QArray
+
+NHWC = dict(window_strides=(2, 1), padding="SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def operands(images=4, channels=8, out=6, groups=1, seed=0):
+    """Values, scales and zero points of both sides, and a bias."""
+    rng = np.random.default_rng(seed)
+    zero_points = lambda n: rng.integers(-100, 100, (n, 1, 1, 1)).astype(np.int32)
+    return dict(
+        lhs=int8(rng, images, 5, 4, channels),
+        scale_l=rng.random((images, 1, 1, 1), np.float32),
+        zero_l=zero_points(images),
+        rhs=int8(rng, out, 3, 2, channels // groups),
+        scale_r=rng.random((out, 1, 1, 1), np.float32),
+        zero_r=zero_points(out),
+        bias=rng.normal(size=out).astype(np.float32),
+    )
+
+
+def conv(lhs, scale_l, zero_l, rhs, scale_r, zero_r, bias, **options):
+    options = NHWC | dict(activation="relu") | options
+    return jax_qmm.conv_general_dilated(
+        QArray(lhs, scale_l, zero_l), QArray(rhs, scale_r, zero_r), bias=bias, **options
+    )
+
+
+MIXES = ["lhs", "lhs scale_l zero_l", "scale_l zero_l", "rhs", "bias", "lhs rhs", "lhs bias"]
+
+
+@pytest.mark.parametrize("mapped", [*MIXES, "lhs scale_l zero_l rhs scale_r zero_r bias"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_vmap_over_any_mix(mapped, groups):
+    stacked = {name: np.stack([operands(groups=groups, seed=seed)[name] for seed in range(3)]) for name in operands()}
+    args = {name: jnp.asarray(x if name in mapped.split() else x[0]) for name, x in stacked.items()}
+    # The mapped axis of lhs is the last one.
+    axes = {name: (-1 if name == "lhs" else 0) if name in mapped.split() else None for name in args}
+    one = lambda args: conv(**args, feature_group_count=groups)
+    want = [
+        one({name: jnp.asarray(x[i] if axes[name] is not None else x) for name, x in args.items()}) for i in range(3)
+    ]
+    placed = {name: jnp.moveaxis(x, 0, -1) if axes[name] == -1 else x for name, x in args.items()}
+    got = jax.jit(jax.vmap(one, in_axes=(axes,)))(placed)
+    np.testing.assert_array_equal(got, np.stack(want))
+
+
+def test_vmap_of_vmap():
+    args = operands()
+    f = lambda lhs, rhs: conv(**args | dict(lhs=lhs, rhs=rhs))
+    lhs, rhs = (jnp.stack([args[name], np.flip(args[name], 0)]) for name in ("lhs", "rhs"))
+    got = jax.vmap(jax.vmap(f, (0, None)), (None, 0))(lhs, rhs)
+    want = [[f(x, w) for x in lhs] for w in rhs]
+    np.testing.assert_array_equal(got, np.stack(want))
+
+
+# Gradients
+
+SCHEMES = {"dynamic": W8A8(), "static": W8A8(activation_scale=0.01), "weight-only": W4A16(4)}
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("options", [{}, dict(feature_group_count=2), dict(batch_group_count=2)], ids=str)
+def test_derivatives_are_those_of_the_dequantized_convolution(kind, activation, options):
+    scheme, groups = SCHEMES[kind], options.get("feature_group_count", 1)
+    x, bias = normal(4, 5, 4, 8), normal(6)
+    w = scheme.quantize_weight(normal(6, 3, 2, 8 // groups, seed=1), (1, 2, 3))
+    f = lambda x, bias: jax_qmm.conv_general_dilated(
+        x, w, **NHWC, scheme=scheme, bias=bias, activation=activation, precision="highest", **options
+    )
+
+    def dense(x, bias):
+        if kind != "weight-only":  # where f has its activation: at the quantized values
+            quantized = scheme.quantize_activation(jax.lax.stop_gradient(x), 3).dequantize()
+            inside = 1.0 if kind == "dynamic" else jnp.abs(jnp.rint(x / 0.01) + 0.5) < 128
+            x = x * inside + jax.lax.stop_gradient(quantized - x * inside)
+        y = jax.lax.conv_general_dilated(x, w.dequantize(), **NHWC, precision="highest", **options) + bias
+        return {None: lambda y: y, "relu": jax.nn.relu, "silu": jax.nn.silu}[activation](y)
+
+    dy = normal(*f(x, bias).shape, seed=2)
+    got, want = (jax.grad(lambda x, bias: jnp.sum(g(x, bias) * dy), (0, 1))(x, bias) for g in (f, dense))
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()))
+
+
+def test_a_static_scale_has_a_derivative():
+    x, w = normal(2, 5, 4, 8), W8A8().quantize_weight(normal(6, 3, 2, 8, seed=1), (1, 2, 3))
+    f = lambda s: jnp.sum(jax_qmm.conv_general_dilated(x, w, **NHWC, scheme=W8A8(activation_scale=s)) ** 2)
+    fake = lambda s: jax_qmm.fake_quantize(x, axis=None, scale=s)
+    want = lambda s: jnp.sum(jax.lax.conv_general_dilated(fake(s), w.dequantize(), **NHWC) ** 2)
+    np.testing.assert_allclose(jax.grad(f)(0.01), jax.grad(want)(0.01), rtol=1e-3)
+
+
+def test_results_of_integers_have_no_derivative():
+    w = W8A8().quantize_weight(normal(6, 3, 2, 8), (1, 2, 3))
+    f = lambda x: jax_qmm.conv_general_dilated(x, w, **NHWC, out_dtype=jnp.int8, out_scale=0.1).astype(jnp.float32)
+    with pytest.raises(TypeError, match="out_dtype int8 has no derivative, and lhs would need one"):
+        jax.grad(lambda x: f(x).sum())(normal(2, 5, 4, 8))
+    assert jax.grad(lambda x: f(jax.lax.stop_gradient(x)).sum())(normal(2, 5, 4, 8)).shape == (2, 5, 4, 8)
+
+
+# Sharding
+
+
+def collectives(compiled):
+    return sorted(
+        re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", compiled.as_text())
+    )
+
+
+def run_sharded(axes, kind=AxisType.Auto, groups=1):
+    """The sharding of a result that is as it should be, and the program's collectives, given the axes' mesh axes."""
+    args = operands(8, 8, 8, groups)
+    i, o, c, columns = (axes.get(name) for name in ("images", "out", "channels", "columns"))
+    specs = dict(lhs=P(i, None, columns, c), rhs=P(o, None, None, c), bias=P(o))
+    specs |= {name: P(i) for name in ("scale_l", "zero_l")} | {name: P(o) for name in ("scale_r", "zero_r")}
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"), axis_types=(kind,) * 2)
+    f = lambda args: conv(**args, feature_group_count=groups)
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in args.items()}
+        compiled = jax.jit(f).lower(placed).compile()
+        got = compiled(placed)
+    np.testing.assert_array_equal(got, f({name: jnp.asarray(x) for name, x in args.items()}))
+    return got.sharding.spec, collectives(compiled)
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec", "want"),
+    [
+        (dict(images="x"), P("x"), []),
+        (dict(images=("x", "y")), P(("x", "y")), []),
+        (dict(out="y"), P(None, None, None, "y"), []),
+        (dict(images="x", out="y"), P("x", None, None, "y"), []),
+        (dict(channels="y"), P(), ["all-reduce"]),
+        (dict(images="x", channels="y"), P("x"), ["all-reduce"]),
+        (dict(columns="x"), None, None),
+    ],
+    ids=str,
+)
+def test_sharding(axes, spec, want):
+    got_spec, got = run_sharded(axes)
+    if want is not None:
+        assert got == want
+        assert tuple(got_spec) + (None,) * (4 - len(got_spec)) == tuple(spec) + (None,) * (4 - len(spec))
+
+
+@pytest.mark.parametrize("axes", [dict(images="x"), dict(out="y"), dict(images="x", channels="y")], ids=str)
+def test_sharding_of_groups(axes):
+    _, got = run_sharded(axes, groups=2)
+    assert got == [] if axes == dict(images="x") else "all-reduce" not in got
+
+
+@pytest.mark.parametrize("axes", [dict(images="x"), dict(images="x", out="y"), dict(columns="y")], ids=str)
+def test_explicit_sharding(axes):
+    spec, got = run_sharded(axes, AxisType.Explicit)
+    if "columns" not in axes:
+        assert got == [] and tuple(spec) == (axes["images"], None, None, axes.get("out"))
+
+
+def test_explain_names_sharded_spatial_axes():
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("x",), axis_types=(AxisType.Explicit,))
+    w = W8A8().quantize_weight(normal(6, 3, 2, 8), (1, 2, 3))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.ones((2, 4, 4, 8), np.int8), NamedSharding(mesh, P(None, "x")))
+        f = lambda x: jax_qmm.conv_general_dilated(QArray(x, jnp.ones((1, 1, 1, 1))), w, **NHWC)
+        rows = jax_qmm.explain(f, x).rows
+    assert any("spatial axes gathered" in row.op for row in rows)
+
+
+def test_in_a_shard_map():
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("x",))
+    args = {name: jnp.asarray(x) for name, x in operands(8).items()}
+    specs = {name: P("x") if name in ("lhs", "scale_l", "zero_l") else P() for name in args}
+    f = lambda args: conv(**args)
+    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=P("x")))(args)
+    np.testing.assert_array_equal(got, f(args))
+
+
+# Export
+
+
+def test_exports_with_a_symbolic_batch():
+    (n,) = jax.export.symbolic_shape("n")
+    w = W8A8().quantize_weight(normal(6, 3, 2, 8), (1, 2, 3))
+    f = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, **NHWC, activation="relu"))
+    exported = jax.export.export(f, platforms=["cpu"])(jax.ShapeDtypeStruct((n, 5, 4, 8), jnp.float32), w)
+    x = normal(3, 5, 4, 8)
+    np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(x, w), f(x, w))
