@@ -91,18 +91,6 @@ __device__ void write_rows(Params const& p, float const* partial, int parts, int
   }
 }
 
-__device__ inline uint32_t load_bits(BlockScaledMm::Blocks const& blocks, int l, int64_t at) {
-  at += l * blocks.batch_stride;
-  switch (bytes_of(blocks.dtype)) {
-    case 1:
-      return static_cast<uint8_t const*>(blocks.data)[at];
-    case 2:
-      return static_cast<uint16_t const*>(blocks.data)[at];
-    default:
-      return static_cast<uint32_t const*>(blocks.data)[at];
-  }
-}
-
 template <class C>
 Params make_params(BlockScaledMm const& problem) {
   Params p{};

@@ -176,47 +176,65 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
     __syncwarp();
     if (warp == kMathWarps + 1) {
-      constexpr int kAhead = C::kMovesRegisters ? 2 : 4, kRowsOfLane = kRowsW / 32, kTerms = C::kTerms;
-      struct Bits {
-        uint32_t scales[kTerms][kRowsOfLane], zeros[kTerms][kRowsOfLane];
-      } held[kAhead] = {};
       cudaGridDependencySynchronize();
-      auto const load = [&](int i, Bits& to) {
-#pragma unroll
-        for (int u = 0; u < kTerms; ++u) {
-          unsigned const unit = (k_begin + i * kStep) / C::kUnit + u;
-          unsigned const group = min(__umulhi(2 * unit, p.block_inverse), p.groups - 1);  // a unit may be beyond K
-#pragma unroll
-          for (int j = 0; j < kRowsOfLane; ++j) {
-            int64_t const at = int64_t(min(first_n + lane + 32 * j, p.n - 1)) * p.groups + group;
-            to.scales[u][j] = load_bits(p.scale, l, at);
-            if (p.zero_point.data != nullptr) to.zeros[u][j] = load_bits(p.zero_point, l, at);
-          }
-        }
-      };
-      unroll<kAhead>([&](auto i) {
-        if (i < steps) load(i, held[i]);
-      });
-      int stage = 0, turn = 0;
-      for (int begin = 0; begin < steps; begin += kAhead) {
-        unroll<kAhead>([&](auto ahead) {
-          int const i = begin + ahead;
-          if (i >= steps) return;
-          if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
-          Bits& bits = held[ahead];
+      // Without branches between loads, or each would wait for the one before it.
+      auto const make_terms = [&](auto scale_type, auto has_zeros) {
+        constexpr int kAhead = C::kScaleWeights     ? 1
+                               : C::kMovesRegisters ? 2
+                                                    : 4,
+                      kRowsOfLane = kRowsW / 32, kTerms = C::kTerms;
+        struct Bits {
+          uint32_t scales[kTerms][kRowsOfLane], zeros[kTerms][kRowsOfLane];
+        } held[kAhead] = {};
+        auto const* const scales = static_cast<decltype(scale_type) const*>(p.scale.data) + l * p.scale.batch_stride;
+        auto const* const zeros = static_cast<uint8_t const*>(p.zero_point.data) + l * p.zero_point.batch_stride;
+        auto const load = [&](int i, Bits& to) {
 #pragma unroll
           for (int u = 0; u < kTerms; ++u) {
+            unsigned const unit = (k_begin + i * kStep) / C::kUnit + u;
+            unsigned const group = min(__umulhi(2 * unit, p.block_inverse), p.groups - 1);  // a unit may be beyond K
 #pragma unroll
             for (int j = 0; j < kRowsOfLane; ++j) {
-              float const scale = to_float(bits.scales[u][j], p.scale.dtype);
-              shared.terms[stage][u][lane + 32 * j] = C::Weights::term(scale, bits.zeros[u][j], p.zero_point.dtype);
+              int64_t const at = int64_t(min(first_n + lane + 32 * j, p.n - 1)) * p.groups + group;
+              to.scales[u][j] = scales[at];
+              if constexpr (has_zeros) to.zeros[u][j] = zeros[at];
             }
           }
-          __syncwarp();
-          if (elect_one_sync()) Full::arrive(&shared.full[stage]);
-          if (++stage == kStages) stage = 0, ++turn;
-          if (i + kAhead < steps) load(i + kAhead, bits);
-        });
+        };
+        unroll<kAhead>([&](auto i) { load(min(int(i), steps - 1), held[i]); });
+        int stage = 0, turn = 0;
+        for (int begin = 0; begin < steps; begin += kAhead) {
+          unroll<kAhead>([&](auto ahead) {
+            int const i = begin + ahead;
+            if (i >= steps) return;
+            if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
+            Bits& bits = held[ahead];
+#pragma unroll
+            for (int u = 0; u < kTerms; ++u) {
+#pragma unroll
+              for (int j = 0; j < kRowsOfLane; ++j) {
+                float const scale = to_float(bits.scales[u][j], p.scale.dtype);
+                shared.terms[stage][u][lane + 32 * j] = C::Weights::term(scale, bits.zeros[u][j], DType::kS8);
+              }
+            }
+            __syncwarp();
+            if (elect_one_sync()) Full::arrive(&shared.full[stage]);
+            if (++stage == kStages) stage = 0, ++turn;
+            load(min(i + kAhead, steps - 1), bits);
+          });
+        }
+      };
+      auto const with_zeros = [&](auto scale_type) {
+        if (p.zero_point.data != nullptr) {
+          make_terms(scale_type, std::true_type());
+        } else {
+          make_terms(scale_type, std::false_type());
+        }
+      };
+      if (bytes_of(p.scale.dtype) == 2) {
+        with_zeros(uint16_t());
+      } else {
+        with_zeros(uint32_t());
       }
     }
     finish_stages();
