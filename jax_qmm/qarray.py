@@ -39,8 +39,9 @@ class QArray:
       scale: float32, bfloat16 or float16 array of the rank of `qvalue`.
       zero_point: array of the shape of `scale`, or None: int32, or for weights of products with float activations
         float32, bfloat16 or float16 (see `from_offset`). int8 and int4 only.
-      azp_adj: int32 sums of `qvalue` over some axes, with those axes kept as 1, or None: by which a zero point of the
-        other operand shifts a product. `quantize(x, sums=True)` and `with_azp_adj` make them.
+      azp_adj: int32 sums of `qvalue` over some axes, with those axes kept as 1, or over blocks, in the shape of
+        `scale`, or None: by which a zero point of the other operand shifts a product. `quantize(x, sums=True)` and
+        `with_azp_adj` make them.
       qtype: int8 or int4, to which the integers of `qvalue` are cast; None takes them as they are.
       tile_size: the length of a block on the last axis, needed where the blocks there are not equal.
 

@@ -46,8 +46,12 @@ def check(q, tile_size):
         if q.zero_point.dtype == INT32:
             cast("zero_point", q.zero_point, q.qvalue.dtype)
     sums = () if q.azp_adj is None else q.azp_adj.shape
-    if sums and (len(sums) != len(shape) or any(n not in (1, size) for n, size in zip(sums, shape))):
-        raise ValueError(f"azp_adj has shape {sums}, needs that of qvalue {shape} with 1 on summed axes")
+    of_axes = len(sums) == len(shape) and all(n in (1, size) for n, size in zip(sums, shape))
+    if sums and not of_axes and sums != scale_shape:
+        raise ValueError(
+            f"azp_adj has shape {sums}, needs that of qvalue {shape} with 1 on summed axes, or that of scale, "
+            f"{scale_shape}"
+        )
 
 
 def _divides(part, whole):

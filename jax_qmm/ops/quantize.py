@@ -61,8 +61,8 @@ def quantize(
       zero_point: static zero point, int, shapes as for `scale`; for int8 and int4 and with `scale` only.
       sums: True adds the sums of the int8 values over the axes that share a scale, the `azp_adj` of the QArray, from
         the same pass over x. A product with an asymmetric operand needs those of the other one over what it contracts:
-        with one scale per tensor `with_azp_adj` makes them, from a second read of the int8 values. Not with
-        `tile_size`.
+        with one scale per tensor `with_azp_adj` makes them, from a second read of the int8 values. With `tile_size`
+        they are of each block.
       scale_dtype: the dtype of the scale that is returned, float32, bfloat16 or float16; x is quantized with the scale
         as rounded to it.
       clip_search: True looks for the scale with the least squared error among 16, from the one that spans the range
@@ -95,9 +95,8 @@ def quantize(
     if qtype not in WEIGHT_QTYPES and not (symmetric and zero_point is None):
         what = "zero_point" if symmetric else "symmetric=False"
         raise ValueError(f"{what} was given with qtype {qtype}, needs int8 or int4")
-    if sums and (qtype != jnp.int8 or tile_size is not None):
-        other = f"qtype {qtype}, needs int8" if qtype != jnp.int8 else f"tile_size {tile_size}, needs None"
-        raise ValueError(f"sums=True was given with {other}")
+    if sums and qtype != jnp.int8:
+        raise ValueError(f"sums=True was given with qtype {qtype}, needs int8")
     if scale is None and zero_point is not None:
         raise ValueError("zero_point was given without scale")
     if scale is not None and zero_point is None and not symmetric:
@@ -141,6 +140,9 @@ def quantize(
         squeeze = lambda leaf: None if leaf is None else jnp.squeeze(leaf, tiled + 1)
         values = leaves[0].reshape(*whole[:tiled], count * tile_size, *whole[tiled + 1 :])
         leaves = [jax.lax.slice_in_dim(values, 0, whole[tiled], axis=tiled), *map(squeeze, leaves[1:])]
+        if sums and leaves[2] is not None and whole[tiled] % tile_size != 0:  # the last block's are of zeros too
+            padding = np.int32([0] * (count - 1) + [-whole[tiled] % tile_size])
+            leaves[3] = leaves[3] - padding * leaves[2]
     qvalue, step, zero_points, *rest = leaves
     given = None if scale is None else zero_points  # those that are computed fit, and are not waited for
     q = QArray(

@@ -48,6 +48,30 @@ def test_sums_over_what_shares_a_scale(shape, which, symmetric, static):
     assert_sums(q, jax_qmm.quantize(x, **options), axes)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("k, tile, axis", [(24, 8, -1), (20, 8, -1), (5, 8, -1), (24, 8, 0)])
+@pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
+def test_sums_of_blocks(k, tile, axis, symmetric, scale_dtype):
+    """Without the zeros that fill up a short last block, whose zero point is not 0."""
+    x = normal(*((4, k) if axis == -1 else (k, 4))) + 3
+    options = {"axis": axis, "tile_size": tile, "symmetric": symmetric, "scale_dtype": scale_dtype}
+    q = jax_qmm.quantize(x, sums=True, **options)
+    starts = range(0, k, tile)
+    want = np.add.reduceat(np.asarray(q.qvalue, np.int32), starts, axis)
+    np.testing.assert_array_equal(q.azp_adj, want)
+    np.testing.assert_array_equal(q.qvalue, jax_qmm.quantize(x, **options).qvalue)
+
+
+def test_blocks_of_constants_zeros_and_nan():
+    """Exact values, a zero point in the range of int8, and NaN in its own block alone."""
+    x = np.repeat(np.float32([[0, 5, -3, 0.1, np.nan, -1e-38]]), 32, 1)
+    q = jax_qmm.quantize(x, tile_size=32, symmetric=False, sums=True)
+    dense = np.asarray(q.dequantize()).reshape(6, 32)
+    np.testing.assert_allclose(dense[:4], x.reshape(6, 32)[:4], rtol=2.0**-23)
+    assert (dense[0] == 0).all() and np.isnan(dense[4]).all() and np.isfinite(dense[5]).all()
+    np.testing.assert_array_equal(q.azp_adj[0], np.asarray(q.qvalue, np.int32).reshape(6, 32).sum(1))
+
+
 def test_long_rows_of_extremes():
     x = np.stack([np.full(70000, -1000.0), np.full(70000, 1000.0)]).astype(np.float32)
     q = jax_qmm.quantize(x, scale=1.0, sums=True)
@@ -117,7 +141,6 @@ def test_explain_says_so():
     [
         ({"sums": 1}, TypeError, "sums is 1, needs True or False"),
         ({"qtype": "fp8"}, ValueError, "sums=True was given with qtype float8_e4m3fn, needs int8"),
-        ({"tile_size": 4}, ValueError, "sums=True was given with tile_size 4, needs None"),
     ],
 )
 def test_bad_input(options, error, message):

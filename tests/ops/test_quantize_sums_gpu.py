@@ -16,6 +16,8 @@ ROWS = np.linspace(0.01, 0.05, 5, dtype=np.float32)[:, None]
 LAYOUTS = {
     "rows": {},
     "rows and columns": {"axis": (1, 2)},
+    "blocks": {"tile_size": 88},
+    "blocks, the last one short": {"tile_size": 128},
     "tensor": {"axis": None},
     "static": {"scale": 0.02},
     "static, a tensor": {"axis": None, "scale": 0.02},
