@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "block_quantized_mm/block_quantized_mm.h"
 #include "block_scaled_mm/block_scaled_mm.h"
 #include "core/archs.h"
 #include "core/gpu.h"
@@ -224,6 +225,46 @@ void bind_block_scaled_mm(nb::module_& m) {
         "Leaves only the kernels whose words have this to choose from, not XLA's product; all with \"\". For tests.");
 }
 
+void bind_block_quantized_mm(nb::module_& m) {
+  nb::class_<BlockQuantizedMm>(m, "BlockQuantizedMmProblem", "A product, and the kernel that can compute it.")
+      .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int block,
+                       bool zero_points) {
+             BlockQuantizedMm problem{};
+             problem.m = m;
+             problem.n = n;
+             problem.k = k;
+             problem.batch = batch;
+             problem.in = dtype(in);
+             problem.out_dtype = dtype(out);
+             problem.block = block;
+             static float const somewhere = 0;  // any address: nobody reads there
+             if (zero_points) problem.of_a.zero_point.data = &somewhere;
+             return problem;
+           }),
+           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
+           nb::arg("block"), nb::arg("zero_points"), "With zero points of one side or both.")
+      .def(
+          "select",
+          [](BlockQuantizedMm const& p, Gpu const& gpu) -> std::optional<std::string> {
+            auto const choice = select_block_quantized_mm(p, gpu);
+            if (!choice) return std::nullopt;
+            return describe_block_quantized_mm(*choice);
+          },
+          "The kernel that serves it on a GPU, in words; None where there is none.")
+      .def(
+          "choices",
+          [](BlockQuantizedMm const& p, Gpu const& gpu) {
+            std::vector<std::string> found;
+            for (int const choice : block_quantized_mm_choices(p, gpu)) {
+              found.push_back(describe_block_quantized_mm(choice));
+            }
+            return found;
+          },
+          nb::arg("gpu"), "All kernels that serve it, in words.");
+  m.def("restrict_block_quantized_mm", restrict_block_quantized_mm, nb::arg("words"),
+        "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -275,4 +316,5 @@ NB_MODULE(_kernels, m) {
   bind_gpu(m);
   bind_scaled_mm(m);
   bind_block_scaled_mm(m);
+  bind_block_quantized_mm(m);
 }

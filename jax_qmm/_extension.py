@@ -272,6 +272,16 @@ def describe_block_scaled_mm(product) -> str:
     return f"{as_compiled(kernels, words, on)} (by the cost model, not measured)"
 
 
+def describe_block_quantized_mm(product) -> str:
+    """Likewise for a `BlockQuantizedMmProblem`."""
+    kernels, _ = _load()
+    if kernels is None:
+        return ""
+    on = gpu()
+    words = kernels.BlockQuantizedMmProblem(*product).select(on)
+    return f"{as_compiled(kernels, words, on)} (by a formula, not measured)"
+
+
 def _multiple_of_16(size):
     return -(-size // 16) * 16
 

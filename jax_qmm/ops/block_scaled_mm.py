@@ -1,7 +1,11 @@
-"""Products of float activations and int4 or int8 weights whose scales belong to blocks of columns."""
+"""Products of activations, float or quantized, and weights whose scales belong to blocks of columns.
+
+Two quantized sides are in ops/block_quantized_mm.py.
+"""
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_qmm import _compat, _extension
 from jax_qmm.dtypes import SCALE_DTYPES, WEIGHT_QTYPES
 from jax_qmm.ops import checks, dispatch, matmul_form
+from jax_qmm.ops.block_quantized_mm import block_quantized_mm
 from jax_qmm.ops.checks import Activation
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.qarray import QArray
@@ -25,7 +30,7 @@ from jax_qmm.reference.quantize import spread
 
 
 def block_scaled_mm(
-    x: ArrayLike,
+    x: ArrayLike | QArray,
     w: QArray,
     bias: ArrayLike | None = None,
     *,
@@ -34,6 +39,10 @@ def block_scaled_mm(
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Computes `activation(x @ w.dequantize().T + bias)` with weights of 4 or 8 bits, read as they are.
+
+    x may be float, or a QArray too: then both sides are int8 or both float8_e4m3fn, with the same blocks of K (or one
+    side with one scale for all of it), neither is packed, and tensor cores multiply 8 bits. What follows is of a float
+    x; quantized ones are at the end.
 
     `quantize(weight, jnp.int4, tile_size=128).pack()` makes w: packed, in the order that the kernels read. A w that is
     not packed is packed at each call, which `explain` shows.
@@ -55,13 +64,21 @@ def block_scaled_mm(
     bias and the activation. An operand that is sharded over K in any other way is gathered. The rest is as in
     `scaled_mm`.
 
+    Of two QArrays the sums of a block are exact: int32, less the zero points of both sides. Block after block they are
+    scaled and added in float32, `sums = fma(x_scale, w_scale * block_sums, sums)`, so that the result is the same on
+    every device, bit for bit; those of float8 are float32. A QArray of x that is asymmetric needs the sums of each
+    block of w, and an asymmetric w those of x: `quantize(..., tile_size=128, sums=True)` gives them, else they are
+    computed at each call. Kernels serve blocks of 32, 64, 128 and 256 columns, and shapes of one shorter block.
+    Derivatives are by bias, scales and float zero points. Sharding over K is at boundaries of blocks.
+
     Args:
-      x: `(..., M, K)`, bfloat16, float16 or float32.
-      w: `QArray` `(N, K)` of int4 or int8, with scales for blocks of K columns or for all of K. The last block may be
-        short. Zero points may be integers or floats.
+      x: `(..., M, K)`, bfloat16, float16 or float32, or a `QArray` of int8 or float8_e4m3fn, with int32 zero points or
+        none.
+      w: `QArray` `(N, K)` of int4 or int8, or float8_e4m3fn beside a QArray, with scales for blocks of K columns or for
+        all of K; rows may share them too. The last block may be short. Zero points may be integers or floats.
       bias: `(N,)`, float32 or `out_dtype`, or None.
       activation: as in `scaled_mm`.
-      out_dtype: bfloat16, float16 or float32; None for that of x.
+      out_dtype: bfloat16, float16 or float32; None for that of x, of a QArray the dtype of its scale.
       out_sharding: the sharding of the result, as in `scaled_mm`.
 
     Returns:
@@ -76,29 +93,32 @@ def block_scaled_mm(
     >>> x = jnp.bfloat16([[1, 1, 2], [0, 1, 0]])
     >>> jax_qmm.block_scaled_mm(x, w, activation="relu").tolist()
     [[5.0, 18.0], [0.0, 2.0]]
+    >>> a = jax_qmm.quantize(jnp.float32([[127, 1, -254], [-127, 0, 127]]), tile_size=2)
+    >>> b = jax_qmm.quantize(jnp.float32([[127, -2, 127]]), tile_size=2)
+    >>> jax_qmm.block_scaled_mm(a, b).tolist()
+    [[-16131.0], [0.0]]
     """
-    x = checks.array("x", x, SCALE_DTYPES)
+    x = x if isinstance(x, QArray) else checks.array("x", x, SCALE_DTYPES)
     if not isinstance(w, QArray):
         raise TypeError(f"w is a {type(w).__name__}; it needs to be a QArray, as quantize returns it")
-    if w.qtype not in WEIGHT_QTYPES:
-        raise TypeError(f"w has values of {w.qtype}; it needs int4 or int8")
+    if not isinstance(x, QArray) and w.qtype not in WEIGHT_QTYPES:
+        raise TypeError(f"w has values of {w.qtype}; beside floats it needs int4 or int8")
     checks.product_shapes(x=x, w=w)
     out_dtype = x.dtype if out_dtype is None else checks.out_dtype(out_dtype)
     if out_dtype not in SCALE_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; it needs to be bfloat16, float16 or float32")
     if bias is not None:
         bias = checks.along_columns("bias", checks.array("bias", bias, checks.bias_dtypes(out_dtype)), w)
+    output: Any = {
+        "activation": checks.activation(activation),
+        "out_dtype": out_dtype,
+        "out_sharding": _compat.canonicalize_out_sharding(out_sharding, "block_scaled_mm"),
+    }
+    if isinstance(x, QArray):
+        return block_quantized_mm(x, w, bias, **output)
     values, scale, zero_point, block = _leaves(w)
     vectors = {"scale": scale, "zero_point": zero_point, "bias": bias}
-    return weight_product(
-        *(x, values, vectors),
-        qtype=w.qtype,
-        packed=w.is_packed,
-        block=block,
-        activation=checks.activation(activation),
-        out_dtype=out_dtype,
-        out_sharding=_compat.canonicalize_out_sharding(out_sharding, "block_scaled_mm"),
-    )
+    return weight_product(x, values, vectors, qtype=w.qtype, packed=w.is_packed, block=block, **output)
 
 
 def _leaves(w):

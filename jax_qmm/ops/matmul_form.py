@@ -1,8 +1,8 @@
 """Products (*B, *R, K) x (*B, N, K) -> (*B, *R, N) with further operands: what every op of this form shares.
 
 B are the first `num_batch` dimensions; any operand may have 1 for any of them. What follows them in an operand its
-label says: "rk" and "nk" for the matrices, "r" for all of R (or 1 for each), "n" for N or 1, "g" for blocks of K. R
-stays unfolded until the operands are one device's part, because each of its dimensions can be sharded.
+label says: "rk" and "nk" for the matrices, "r" alone for all of R (or 1 for each), "n" for N or 1, "g" for blocks of
+K. R stays unfolded until the operands are one device's part, because each of its dimensions can be sharded.
 """
 
 import math
@@ -89,8 +89,10 @@ def batch_operands(operands, dims, labels, num_batch, out_sharding):
     if widen:
         rows = operands[0].shape[num_batch:-1]
         for i, label in enumerate(labels):
-            if label == "r" and any(size != 1 for size in operands[i].shape[num_batch:]):
-                operands[i] = jnp.broadcast_to(operands[i], (*operands[i].shape[:num_batch], *rows))
+            last = operands[i].ndim - len(label) + 1  # of the rows
+            if label == "rg" or label == "r" and any(size != 1 for size in operands[i].shape[num_batch:]):
+                shape = operands[i].shape
+                operands[i] = jnp.broadcast_to(operands[i], (*shape[:num_batch], *rows, *shape[last:]))
     if out_sharding is not None:
         entry = next(jax.typeof(x).sharding.spec[at] for x, dim in zip(operands, dims) if dim is not None)
         spec = out_sharding.spec

@@ -141,7 +141,7 @@ def quantize(
         values = leaves[0].reshape(*whole[:tiled], count * tile_size, *whole[tiled + 1 :])
         leaves = [jax.lax.slice_in_dim(values, 0, whole[tiled], axis=tiled), *map(squeeze, leaves[1:])]
         if sums and leaves[2] is not None and whole[tiled] % tile_size != 0:  # the last block's are of zeros too
-            padding = np.int32([0] * (count - 1) + [-whole[tiled] % tile_size])
+            padding = np.array([0] * (count - 1) + [-whole[tiled] % tile_size], np.int32)
             leaves[3] = leaves[3] - padding * leaves[2]
     qvalue, step, zero_points, *rest = leaves
     given = None if scale is None else zero_points  # those that are computed fit, and are not waited for

@@ -91,7 +91,7 @@ def epilogue(acc, *, num_batch=0, out_dtype, activation=activations.NONE, **vect
         # The barrier keeps XLA from multiplying constant scales with each other first.
         out = jax.lax.optimization_barrier(scale_b) * out
     if bias is not None:
-        out = _fused_multiply_add(scale_a, out, bias)
+        out = fused_multiply_add(scale_a, out, bias)
     elif scale_a is not None:
         out = scale_a * out
     # The CPU backend merges a product with a sum that uses it, which skips a rounding; a selection stops it.
@@ -115,7 +115,7 @@ def along_output(vector, name, ndim, num_batch):
     return jnp.expand_dims(vector, tuple(missing))
 
 
-def _fused_multiply_add(x, y, z):
+def fused_multiply_add(x, y, z):
     """`x * y + z` of float32 with one rounding; `x` None stands for 1."""
     with _compat.enable_x64(True):
         x = 1.0 if x is None else x.astype(jnp.float64)

@@ -21,7 +21,7 @@ from jax_qmm.ops import dispatch
 @pytest.fixture(scope="session")
 def oracle():
     """scaled_mm and its steps."""
-    return types.SimpleNamespace(scaled_mm=scaled_mm, sums=sums, epilogue=epilogue, activated=activated)
+    return types.SimpleNamespace(scaled_mm=scaled_mm, sums=sums, epilogue=epilogue, activated=activated, fma=fma)
 
 
 def scaled_mm(a, b, *args, **kwargs):

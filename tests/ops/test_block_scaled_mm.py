@@ -159,10 +159,15 @@ X, W = np.ones((2, 8), np.float32), QArray(np.ones((3, 8), ml_dtypes.int4), np.o
     [
         ((np.ones((2, 8), np.int8), W), {}, TypeError, "x has dtype int8; it needs an array of float32 or bfloat16"),
         (([[1.0]], W), {}, TypeError, "x is a list; it needs an array"),
-        ((W, W), {}, TypeError, "x is a QArray; it needs an array"),
+        ((W, W), {}, TypeError, "x has values of int4; beside a QArray it needs int8 or float8_e4m3fn"),
         ((X[0], W), {}, ValueError, r"x has shape \(8,\); it needs two dimensions or more"),
         ((X, X), {}, TypeError, "w is a .*; it needs to be a QArray"),
-        ((X, jax_qmm.quantize(X, "fp8")), {}, TypeError, "w has values of float8_e4m3fn; it needs int4 or int8"),
+        (
+            (X, jax_qmm.quantize(X, "fp8")),
+            {},
+            TypeError,
+            "w has values of float8_e4m3fn; beside floats it needs int4 or int8",
+        ),
         ((X, QArray(W.qvalue[None], W.scale[None])), {}, ValueError, r"w has shape \(1, 3, 8\); it needs two"),
         ((X[:, :7], W), {}, ValueError, r"x has shape \(2, 7\) and w \(3, 8\); their last dimensions, K, need"),
         ((X, W.T), {}, ValueError, r"x has shape \(2, 8\) and w \(8, 3\)"),

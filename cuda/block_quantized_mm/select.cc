@@ -1,0 +1,105 @@
+// Choosing a kernel by its predicted time, preparing all of them, and launching one.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "block_quantized_mm/instances.h"
+#include "core/prepare.h"
+
+namespace jax_qmm {
+namespace block_quantized {
+namespace {
+
+std::vector<Instance> const& instances() {
+  static std::vector<Instance> const all = [] {
+    std::vector<Instance> found;
+    add_instances<DType::kS8, false>(found);
+    add_instances<DType::kS8, true>(found);
+    add_instances<DType::kF8E4M3, false>(found);
+    return found;
+  }();
+  return all;
+}
+
+std::string& wanted() {
+  static std::string words;
+  return words;
+}
+
+bool fits(Instance const& i, Gpu const& gpu) { return i.shared_bytes <= gpu.shared_memory; }
+
+bool serves(Instance const& i, BlockQuantizedMm const& p) {
+  return i.in == p.in && i.zero_points == p.has_zero_points() && i.half_stages == (p.block == p.kShortest);
+}
+
+// Seconds, as predicted from the description of the GPU; not measured.
+double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gpu) {
+  constexpr double kL2 = 40;        // bytes of L2 that an SM gets in a cycle
+  constexpr double kLatency = 600;  // cycles from asking L2 or memory for a stage to having it
+  constexpr double kFloats = 64;    // float32 operations that an SM starts in a cycle
+  double const tiles = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch;
+  double const waves = std::ceil(tiles / (gpu.sm_count * i.blocks_per_sm));
+  double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(tiles / gpu.sm_count));
+  double const outputs = double(i.tile_m) * i.tile_n, k = p.k;
+  double const multiplying = outputs * k * 2 / (gpu.peak / gpu.sm_count / gpu.clock);
+  double const scaling = outputs * p.groups() * (i.zero_points ? 5 : 3) / kFloats;
+  double const reading = (i.tile_m + i.tile_n) * k / kL2;
+  double const waiting = k / 64 * kLatency / (i.stages - 1);
+  double const cycles = std::max(waiting, on_sm * std::max({multiplying, scaling, reading}));
+  double const from_memory = double(p.batch) * (double(p.m) + p.n) * k / gpu.copy_rate;
+  return std::max(waves * cycles / gpu.clock, from_memory);
+}
+
+}  // namespace
+}  // namespace block_quantized
+
+using namespace block_quantized;
+
+std::vector<int> block_quantized_mm_choices(BlockQuantizedMm const& p, Gpu const& gpu) {
+  std::vector<int> found;
+  for (int i = 0; i < int(instances().size()); ++i) {
+    bool const is_wanted = describe_block_quantized_mm(i).find(wanted()) != std::string::npos;
+    if (is_wanted && fits(instances()[i], gpu) && serves(instances()[i], p)) found.push_back(i);
+  }
+  return found;
+}
+
+std::optional<int> select_block_quantized_mm(BlockQuantizedMm const& p, Gpu const& gpu) {
+  std::optional<int> best;
+  double least = 0;
+  for (int const i : block_quantized_mm_choices(p, gpu)) {
+    double const seconds = estimate_time(instances()[i], p, gpu);
+    if (!best || seconds < least) best = i, least = seconds;
+  }
+  return best;
+}
+
+void restrict_block_quantized_mm(std::string words) { wanted() = std::move(words); }
+
+std::string describe_block_quantized_mm(int instance) {
+  Instance const& i = instances().at(instance);
+  std::string const tile = std::to_string(i.tile_m) + "x" + std::to_string(i.tile_n);
+  return "sm80 multistage " + tile + "x64 " + dtype_name(i.in) +
+         (i.half_stages ? " scaled each 32" : " scaled by block") + (i.zero_points ? " zero points" : "");
+}
+
+cudaError_t prepare_block_quantized_mm() {
+  static OncePerDevice once;
+  return once([] {
+    Gpu const* gpu;
+    if (cudaError_t const error = current_gpu(gpu)) return error;
+    for (Instance const& i : instances()) {
+      bool launches;
+      if (!fits(i, *gpu)) continue;
+      if (cudaError_t const error = i.prepare(launches)) return error;
+    }
+    return cudaSuccess;
+  });
+}
+
+cudaError_t launch_block_quantized_mm(BlockQuantizedMm const& p, int instance, Submit const& submit) {
+  if (p.m == 0 || p.n == 0 || p.batch == 0) return cudaSuccess;
+  return instances()[instance].launch(p, submit);
+}
+
+}  // namespace jax_qmm

@@ -1,0 +1,160 @@
+"""The kernels of block_scaled_mm for two QArrays: int8 bit for bit as the reference, each tile in turn; fp8 within the
+rounding of its sums.
+
+Tensor cores keep at least 13 bits below the largest of the up to 32 products that they add at once, and of a block they
+do so at most 8 times: with S the sum of |a| |b| |scales| over K, the sums of fp8 are off by less than 2^-10 S.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_qmm
+from jax_qmm import QArray, _extension
+
+pytestmark = pytest.mark.gpu
+
+F32, BF16, F16, F8 = np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
+TILES = ("16x64", "64x64", "128x128")
+
+
+def qarray(rows, k, block, zero_point=None, dtype=np.int8, seed=0):
+    rng = np.random.default_rng(seed)
+    shape, groups = (*rows, k), (*rows, -(-k // block))
+    q = rng.integers(-128, 128, shape).astype(np.int8) if dtype == np.int8 else rng.normal(0, 50, shape).astype(dtype)
+    scale = (rng.uniform(0.001, 0.02, groups) * rng.choice([-1, 1], groups)).astype(F32)
+    z = None
+    if zero_point == "int":
+        z = jnp.asarray(rng.integers(-128, 128, groups).astype(np.int32))
+    elif zero_point is not None:
+        z = jnp.asarray((100 * rng.normal(size=groups)).astype(zero_point))
+    return QArray(jnp.asarray(q), jnp.asarray(scale), z, tile_size=block)
+
+
+@pytest.fixture(params=TILES)
+def tile(request, extension):
+    """Has every product take a kernel of this tile."""
+    extension.restrict_block_quantized_mm(f" {request.param}x")
+    yield request.param
+    extension.restrict_block_quantized_mm("")
+
+
+def check(on_reference, tile, x, w, bias=None, **options):
+    f = functools.partial(jax_qmm.block_scaled_mm, **options)
+    (row,) = jax_qmm.explain(f, x, w, bias).rows
+    assert "multistage" in row.runs_on and (tile is None or f" {tile}x" in row.runs_on), row.runs_on
+    got, want = jax.jit(f)(x, w, bias), on_reference(f, x, w, bias)
+    np.testing.assert_array_equal(jax.device_get(got), jax.device_get(want))
+
+
+@pytest.mark.parametrize("block", [32, 64, 128, 256])
+@pytest.mark.parametrize("zero_a, zero_b", [(None, None), ("int", None), (None, "int"), ("int", F32)])
+def test_blocks_and_zero_points(on_reference, tile, block, zero_a, zero_b):
+    """Of the last blocks only a part is there, in the middle of a stage or of its first half."""
+    for k in (block * 2 + 16, 304):
+        check(on_reference, tile, qarray((19,), k, block, zero_a), qarray((70,), k, block, zero_b, seed=1))
+
+
+@pytest.mark.parametrize(
+    "m, n, k", [(1, 1, 4), (16, 64, 64), (17, 65, 68), (130, 131, 260), (64, 63, 1000), (3, 129, 33), (5, 8, 2)]
+)
+def test_ragged_shapes(on_reference, tile, m, n, k):
+    """K of any size, with rows that are aligned to 16, 8 and 4 bytes, and padded ones."""
+    for block in (32, 128):
+        check(on_reference, tile, qarray((m,), k, block, "int"), qarray((n,), k, block, "int", seed=1))
+
+
+@pytest.mark.parametrize("block", [32, 256])
+def test_extremes(on_reference, tile, block):
+    """The largest sums of a block, of both signs, with the largest zero points."""
+    for low_a, low_b in ((-128, -128), (-128, 127)):
+        a = QArray(jnp.full((2, 2 * block), low_a, jnp.int8), jnp.ones((2, 2)), jnp.full((2, 2), -1 - low_a))
+        b = QArray(jnp.full((3, 2 * block), low_b, jnp.int8), jnp.ones((3, 2)), jnp.full((3, 2), -1 - low_b))
+        want = 2 * block * (2 * low_a + 1) * (2 * low_b + 1)
+        assert (jax.jit(jax_qmm.block_scaled_mm)(a, b) == want).all()
+        plain = [QArray(q.qvalue, q.scale) for q in (a, b)]
+        assert (jax.jit(jax_qmm.block_scaled_mm)(*plain) == 2 * block * low_a * low_b).all()
+
+
+@pytest.mark.parametrize("out_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("activation", [None, "relu", (-0.5, 0.25)])
+def test_bias_activation_and_dtypes(on_reference, tile, activation, out_dtype):
+    bias = jnp.asarray(np.linspace(-1, 1, 72, dtype=F32).astype(out_dtype))
+    x, w = qarray((2, 9), 192, 64, "int"), qarray((72,), 192, 64, seed=1)
+    check(on_reference, tile, x, w, bias, activation=activation, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_batches(on_reference, axes):
+    x = qarray((3, 5) if axes[0] == 0 else (5,), 136, 64, "int")
+    w = qarray((3, 40) if axes[1] == 0 else (40,), 136, 64, "int", seed=1)
+    f = jax.vmap(jax_qmm.block_scaled_mm, axes)
+    np.testing.assert_array_equal(jax.device_get(jax.jit(f)(x, w)), jax.device_get(on_reference(f, x, w)))
+
+
+@pytest.mark.parametrize("special", [np.nan, np.inf])
+def test_specials_stay_in_their_row(on_reference, tile, special):
+    x, w = qarray((20,), 160, 64), qarray((40,), 160, 64, seed=1)
+    broken = QArray(x.qvalue, x.scale.at[4, 1].set(special), tile_size=64)
+    got, clean = (np.asarray(jax.jit(jax_qmm.block_scaled_mm)(q, w)) for q in (broken, x))
+    assert not np.isfinite(got[4]).any()
+    np.testing.assert_array_equal(np.delete(got, 4, 0), np.delete(clean, 4, 0))
+
+
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("m, n, k", [(19, 70, 304), (5, 9, 100)])
+def test_float8(tile, m, n, k, block):
+    x, w = qarray((m,), k, block, dtype=F8), qarray((n,), k, block, dtype=F8, seed=1)
+    (row,) = jax_qmm.explain(jax_qmm.block_scaled_mm, x, w).rows
+    assert "multistage" in row.runs_on
+    dense = [np.asarray(q.dequantize(), np.float64) for q in (x, w)]
+    error = np.abs(np.asarray(jax.jit(jax_qmm.block_scaled_mm)(x, w)) - dense[0] @ dense[1].T)
+    assert (error <= 2.0**-10 * (np.abs(dense[0]) @ np.abs(dense[1]).T)).all()
+
+
+def test_each_block_of_float8_has_its_own_scale(tile):
+    """One column at a time, and exact."""
+    k, block = 300, 64
+    scale = 2.0 ** (np.arange(4 * 5).reshape(4, 5) % 23 - 11).astype(F32)
+    x = QArray(jnp.eye(k, dtype=jnp.float8_e4m3fn), jnp.ones((k, 5)), tile_size=block)
+    w = QArray(jnp.ones((4, k), jnp.float8_e4m3fn), jnp.asarray(scale), tile_size=block)
+    got = np.asarray(jax.jit(jax_qmm.block_scaled_mm)(x, w))
+    np.testing.assert_array_equal(got.T, np.repeat(scale, block, -1)[:, :k])
+
+
+def test_empty(on_reference):
+    for m, n, k in ((0, 5, 64), (3, 0, 64), (3, 5, 0)):
+        x, w = (QArray(jnp.zeros((r, k), jnp.int8), jnp.ones((r, -(-k // 32)))) for r in (m, n))
+        got = jax.jit(lambda x, w: jax_qmm.block_scaled_mm(x, w, jnp.ones(n)))(x, w)
+        np.testing.assert_array_equal(got, np.ones((m, n)) if k == 0 else np.zeros((m, n)))
+
+
+def test_what_the_kernels_do_not_serve():
+    x = QArray(jnp.zeros((2, 96), jnp.int8), jnp.ones((2, 4)), tile_size=24)
+    (row,) = jax_qmm.explain(jax_qmm.block_scaled_mm, x, x).rows
+    assert "blocks have 24 columns; kernels serve 32, 64, 128, 256" in row.runs_on
+    x = QArray(jnp.zeros((2, 66), jnp.int8), jnp.ones((2, 3)), tile_size=32)
+    (row,) = jax_qmm.explain(jax_qmm.block_scaled_mm, x, x).rows
+    assert row.runs_on.endswith("K padded to 80 at each call")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(block=np.int32(48)), "block is 48; it needs to be 32, 64, 128 or 256"),
+        (dict(block=np.int32(32)), "scale_a has shape"),
+        (dict(names="bias zero_point_b"), "names has more names than there are vectors"),
+        (dict(activation="tanh"), "activation is"),
+    ],
+)
+def test_bad_operands(wrong, message):
+    _extension._load()
+    a, scale = jnp.zeros((1, 3, 128), jnp.int8), jnp.ones((1, 3, 2))
+    attributes = dict(block=np.int32(64), names="", activation="none", low=F32(0), high=F32(0)) | wrong
+    call = jax.ffi.ffi_call("jax_qmm_block_quantized_mm", jax.ShapeDtypeStruct((1, 3, 3), jnp.float32))
+    with pytest.raises(Exception, match=message):
+        np.asarray(call(a, a, scale, scale, *[jnp.ones((1, 3))] * ("bias" in attributes["names"]), **attributes))
