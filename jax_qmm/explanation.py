@@ -12,7 +12,7 @@ from jax_qmm import _extension
 from jax_qmm.dtypes import INT4, QTYPES
 from jax_qmm.ops import dispatch
 from jax_qmm.ops.dequantized_dot import dequantized_reason
-from jax_qmm.ops.weight_only_conv import jax_qmm_dequantized_conv
+from jax_qmm.ops.weight_only_conv import DEQUANTIZED_CONV
 from jax_qmm.text_table import format_table
 
 
@@ -172,7 +172,7 @@ def _describe(eqn, where):
         return "transpose", avals, "XLA, at each call: store the axes that the product contracts last"
     if why := dequantized_reason(str(eqn.params.get("name", ""))):
         return "dequantized dot", avals, f"reference: {why}"
-    if str(eqn.params.get("name", "")) == jax_qmm_dequantized_conv.__name__:
+    if str(eqn.params.get("name", "")) == DEQUANTIZED_CONV:
         return "dequantized conv", avals[:2], f"XLA: weights dequantized once, then a convolution of {avals[0].dtype}"
     if eqn.primitive.name in _FLOAT_PRODUCTS and jnp.issubdtype(avals[0].dtype, jnp.floating):
         return eqn.primitive.name, avals[:2], "XLA"

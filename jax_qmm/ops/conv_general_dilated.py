@@ -106,8 +106,9 @@ def conv_general_dilated(
     if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
         if any(x is not None for x in epilogue):
             raise TypeError(f"rhs is a {type(rhs).__name__}; it needs to be a QArray for the keywords beside lax's")
+        dense = jnp.asarray(lhs), jnp.asarray(rhs)
         return jax.lax.conv_general_dilated(
-            lhs, rhs, *window, *groups, precision, preferred_element_type=preferred_element_type
+            *dense, *window, *groups, precision, preferred_element_type=preferred_element_type
         )
     lhs, rhs = _check_operands(lhs, rhs)
     form = conv_form.read(lhs, rhs, *window, *groups)

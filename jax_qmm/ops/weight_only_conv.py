@@ -3,7 +3,7 @@
 A window of one value is a product, which `block_scaled_mm` computes. For all others the weights are dequantized to the
 dtype of lhs at each call, and XLA convolves in it: with many pixels, reading weights takes little of the time.
 
-The jaxpr of the latter has a jit named "jax_qmm_dequantized_conv", so that `explain` can tell.
+The jaxpr of the latter has a jit of the name `DEQUANTIZED_CONV`, so that `explain` can tell.
 """
 
 import functools
@@ -15,6 +15,8 @@ from jax_qmm.ops.block_scaled_mm import block_scaled_mm
 from jax_qmm.ops.product import transposed
 from jax_qmm.ops.weight_only_dot import is_weight_only as is_weight_only  # which weights they are
 from jax_qmm.reference import activation as activations
+
+DEQUANTIZED_CONV = "jax_qmm_dequantized_conv"
 
 
 def conv(form, lhs, rhs, bias, activation, out_dtype, precision):
