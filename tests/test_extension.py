@@ -142,7 +142,8 @@ x = jax.ShapeDtypeStruct((64, 64), "bfloat16", sharding=NamedSharding(mesh, Part
 def f(x):
     a, b = jax_qmm.quantize(x), jax_qmm.quantize(x, scale=0.1)
     w = jax_qmm.QArray(b.qvalue, a.scale)
-    return jax_qmm.scaled_mm(a.qvalue, b.qvalue, a.scale, 0.1), jax_qmm.block_scaled_mm(x, w)
+    products = [jax_qmm.block_scaled_mm(x, w), jax_qmm.block_scaled_mm(x.astype("float32"), w.pack())]
+    return jax_qmm.scaled_mm(a.qvalue, b.qvalue, a.scale, 0.1), products, jax_qmm.block_scaled_mm(a, w)
 print(jax.jit(f).lower(x).compile().as_text(), jax_qmm._extension.launches())
 """
 

@@ -84,4 +84,7 @@ cudaError_t prepare_block_scaled_mm();
 // Submits the kernels that compute the product on the current device. Empty outputs are legal, and need none.
 cudaError_t launch_block_scaled_mm(BlockScaledMm const& problem, BlockScaledMmChoice choice, Submit const& submit);
 
+// Submits the kernel that writes the weights in `out_dtype` to `out`, (batch, n, k); of a problem without x and m.
+cudaError_t dequantize_weights(BlockScaledMm const& problem, Submit const& submit);
+
 }  // namespace jax_qmm

@@ -34,6 +34,8 @@ inline int64_t sums_of_part(BlockScaledMm const& p) { return int64_t(p.batch) * 
 cudaError_t prepare_add_parts();
 cudaError_t add_parts(BlockScaledMm const& problem, int parts, Submit const& submit);
 
+cudaError_t prepare_dequantize_weights();
+
 // In a source for each.
 template <DType In, int kBits>
 void add_instances(std::vector<Instance>& to);

@@ -164,6 +164,7 @@ cudaError_t prepare_block_scaled_mm() {
       bool fits;
       if (cudaError_t const error = i.prepare(fits)) return error;
     }
+    if (cudaError_t const error = prepare_dequantize_weights()) return error;
     return prepare_add_parts();
   });
 }

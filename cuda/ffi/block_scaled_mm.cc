@@ -1,4 +1,4 @@
-// jax_qmm_block_scaled_mm: checks the buffers, fills BlockScaledMm, launches or records.
+// jax_qmm_block_scaled_mm and jax_qmm_dequantize_weights: check the buffers, fill BlockScaledMm, launch or record.
 #include "block_scaled_mm/block_scaled_mm.h"
 
 #include <string_view>
@@ -30,16 +30,17 @@ ffi::Error read_blocks(ffi::AnyBuffer const& buffer, char const* name, std::init
   return ffi::Error::Success();
 }
 
+ffi::Error read_zero_point(ffi::AnyBuffer const& buffer, BlockScaledMm& p) {
+  return read_blocks(buffer, "zero_point", {DType::kS8, DType::kF32, DType::kBF16, DType::kF16}, p, p.zero_point);
+}
+
 struct Optional {
   char const* name;
   ffi::Error (*read)(ffi::AnyBuffer const& buffer, BlockScaledMm& problem);
 };
 
 Optional const kOptional[] = {
-    {"zero_point",
-     [](ffi::AnyBuffer const& buffer, BlockScaledMm& p) {
-       return read_blocks(buffer, "zero_point", {DType::kS8, DType::kF32, DType::kBF16, DType::kF16}, p, p.zero_point);
-     }},
+    {"zero_point", read_zero_point},
     {"bias",
      [](ffi::AnyBuffer const& buffer, BlockScaledMm& p) {
        NamedVector<BlockScaledMm, Vector> const bias{"bias", Values::kFloat, &BlockScaledMm::n, &BlockScaledMm::bias};
@@ -47,41 +48,52 @@ Optional const kOptional[] = {
      }},
 };
 
-ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale, ffi::RemainingArgs optional,
-                ffi::AnyBuffer out, int bits, int block, std::string_view names, std::string_view activation, float low,
-                float high, BlockScaledMm& p) {
+std::initializer_list<DType> const kFloats = {DType::kF32, DType::kBF16, DType::kF16};
+
+// The weights (batch, n, k) with their scales.
+ffi::Error read_weights(ffi::AnyBuffer w, ffi::AnyBuffer scale, int64_t batch, int64_t n, int64_t k, int bits,
+                        int block, BlockScaledMm& p) {
   auto const refuse = [](std::string const& why) { return ffi::Error::InvalidArgument(why); };
-  std::initializer_list<DType> const floats = {DType::kF32, DType::kBF16, DType::kF16};
-  JAX_QMM_RETURN_IF_ERROR(check_dtype(x, "x", floats));
-  JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", floats));
-  JAX_QMM_RETURN_IF_ERROR(check_rank(x, "x", 3));
-  JAX_QMM_RETURN_IF_ERROR(check_rank(w, "w", 3));
-  JAX_QMM_RETURN_IF_ERROR(check_rank(out, "out", 3));
-  int64_t const batch = out.dimensions()[0], m = x.dimensions()[1], n = w.dimensions()[1], k = x.dimensions()[2];
-  JAX_QMM_RETURN_IF_ERROR(check_shape(x, "x", {x.dimensions()[0] == 1 ? 1 : batch, m, k}));
-  JAX_QMM_RETURN_IF_ERROR(check_shape(out, "out", {batch, m, n}));
   if (bits != 4 && bits != 8) return refuse("bits is " + std::to_string(bits) + "; it needs to be 4 or 8");
   if (block <= 0 || (block % 16 != 0 && block < k)) {
     return refuse("block is " + std::to_string(block) + "; it needs to be a multiple of 16, or at least K, " +
                   std::to_string(k));
   }
-  if (k > BlockScaledMm::kLongestK || m > kLongest || n > kLongest || batch > kLongest) {
-    return refuse("x has shape " + to_string(x.dimensions()) + " and w " + to_string(w.dimensions()) +
-                  "; K may not exceed " + std::to_string(BlockScaledMm::kLongestK) + ", other dimensions " +
+  if (k > BlockScaledMm::kLongestK || n > kLongest || batch > kLongest) {
+    return refuse("the weights are " + std::to_string(batch) + " of (" + std::to_string(n) + ", " + std::to_string(k) +
+                  "); K may not exceed " + std::to_string(BlockScaledMm::kLongestK) + ", the others " +
                   std::to_string(kLongest));
   }
-  p.m = int(m), p.n = int(n), p.k = int(k), p.batch = int(batch);
+  p.n = int(n), p.k = int(k), p.batch = int(batch);
   p.bits = bits, p.block = block;
-  p.in = *dtype_of(x), p.out_dtype = *dtype_of(out);
-  p.x = x.untyped_data(), p.out = out.untyped_data();
-  p.x_batch_stride = x.dimensions()[0] == 1 ? 0 : m * k;
-
   if (w.element_type() != ffi::U8) return refuse("w needs dtype uint8: packed weights");
+  JAX_QMM_RETURN_IF_ERROR(check_rank(w, "w", 3));
   int64_t const w_batch = batch_of(w, p);
   JAX_QMM_RETURN_IF_ERROR(check_shape(w, "w", {w_batch, n, p.row_bytes()}));
   p.w = static_cast<uint8_t const*>(w.untyped_data());
   p.w_batch_stride = w_batch == 1 ? 0 : n * p.row_bytes();
-  JAX_QMM_RETURN_IF_ERROR(read_blocks(scale, "scale", floats, p, p.scale));
+  return read_blocks(scale, "scale", kFloats, p, p.scale);
+}
+
+ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale, ffi::RemainingArgs optional,
+                ffi::AnyBuffer out, int bits, int block, std::string_view names, std::string_view activation, float low,
+                float high, BlockScaledMm& p) {
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(x, "x", kFloats));
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", kFloats));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(x, "x", 3));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(out, "out", 3));
+  int64_t const batch = out.dimensions()[0], m = x.dimensions()[1], n = out.dimensions()[2], k = x.dimensions()[2];
+  JAX_QMM_RETURN_IF_ERROR(check_shape(x, "x", {x.dimensions()[0] == 1 ? 1 : batch, m, k}));
+  JAX_QMM_RETURN_IF_ERROR(check_shape(out, "out", {batch, m, n}));
+  if (m > kLongest) {
+    return ffi::Error::InvalidArgument("x has shape " + to_string(x.dimensions()) + "; its rows may not exceed " +
+                                       std::to_string(kLongest));
+  }
+  JAX_QMM_RETURN_IF_ERROR(read_weights(w, scale, batch, n, k, bits, block, p));
+  p.m = int(m);
+  p.in = *dtype_of(x), p.out_dtype = *dtype_of(out);
+  p.x = x.untyped_data(), p.out = out.untyped_data();
+  p.x_batch_stride = x.dimensions()[0] == 1 ? 0 : m * k;
   JAX_QMM_RETURN_IF_ERROR(read_vectors(optional, names, kOptional, p));
   return read_activation(activation, low, high, p);
 }
@@ -110,6 +122,20 @@ ffi::Error block_scaled_mm(Destination const& destination, ffi::AnyBuffer x, ffi
   });
 }
 
+ffi::Error dequantize(Destination const& destination, ffi::AnyBuffer w, ffi::AnyBuffer scale,
+                      std::optional<ffi::AnyBuffer> zero_point, ffi::Result<ffi::AnyBuffer> out, int32_t bits,
+                      int32_t block) {
+  BlockScaledMm problem{};
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(*out, "out", kFloats));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(*out, "out", 3));
+  auto const dims = out->dimensions();
+  JAX_QMM_RETURN_IF_ERROR(read_weights(w, scale, dims[0], dims[1], dims[2], bits, block, problem));
+  if (zero_point) JAX_QMM_RETURN_IF_ERROR(read_zero_point(*zero_point, problem));
+  problem.out = out->untyped_data(), problem.out_dtype = *dtype_of(*out);
+  return destination(
+      [&](Submit const& submit, Chosen&) { return cuda_error(dequantize_weights(problem, submit), "dequantizing"); });
+}
+
 ffi::Error initialize() {
   JAX_QMM_RETURN_IF_ERROR(begin_call());
   return cuda_error(prepare_block_scaled_mm(), "preparing the block_scaled_mm kernels");
@@ -133,11 +159,28 @@ auto bind(Binding binding) {
       .template Attr<float>("high");
 }
 
+template <class Binding>
+auto bind_dequantize(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()          // w (1 | batch, N, bytes of padded K)
+      .template Arg<ffi::AnyBuffer>()          // scale (1 | batch, N, blocks of K)
+      .template OptionalArg<ffi::AnyBuffer>()  // zero_point (1 | batch, N, blocks of K)
+      .template Ret<ffi::AnyBuffer>()          // out (batch, N, K)
+      .template Attr<int32_t>("bits")
+      .template Attr<int32_t>("block");
+}
+
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize, ffi::Ffi::BindInitialize());
 XLA_FFI_DEFINE_HANDLER(execute_handler, block_scaled_mm, bind(bind_execute()), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(record_handler, block_scaled_mm, bind(bind_record()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(dequantize_execute, dequantize, bind_dequantize(bind_execute()),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(dequantize_record, dequantize, bind_dequantize(bind_record()),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 AddTarget const target({"jax_qmm_block_scaled_mm", initialize_handler, execute_handler, record_handler});
+AddTarget const dequantize_target({"jax_qmm_dequantize_weights", initialize_handler, dequantize_execute,
+                                   dequantize_record});
 
 }  // namespace
 }  // namespace jax_qmm

@@ -188,8 +188,21 @@ def _reference(x, w, *vectors, names, **params):
     return reference.block_scaled_mm(x, w, **dict(zip(names, vectors)), **params)
 
 
-def _dequantized_once(x, w, *vectors, names, **params):
-    return reference.dequantized_once(x, w, **dict(zip(names, vectors)), **params)
+def _dequantized_once(x, w, *vectors, names, packed, **params):
+    dequantize = _dequantize if packed else None  # what is not packed, XLA reads as fast as memory gives it
+    return reference.dequantized_once(x, w, **dict(zip(names, vectors)), packed=packed, dequantize=dequantize, **params)
+
+
+def _dequantize(w, scale, zero_point, *, qtype, packed, block, k, dtype):
+    """`reference.dequantized` by a kernel."""
+    leaves = [w, scale] if zero_point is None else [w, scale, zero_point]
+    num_batch = w.ndim - 2
+    folded = matmul_form.fold(leaves, [reference.LABELS["w"]] * len(leaves), num_batch)
+    batch, n = matmul_form.batch_shape(leaves, num_batch), w.shape[-2]
+    out = jax.ffi.ffi_call("jax_qmm_dequantize_weights", jax.ShapeDtypeStruct((math.prod(batch), n, k), dtype))(
+        *folded, bits=np.int32(jnp.iinfo(qtype).bits), block=np.int32(max(block, 1))
+    )
+    return out.reshape(*batch, n, k)
 
 
 def _unserved(platform, devices, operands, *, num_batch, block, **params):
@@ -327,7 +340,7 @@ def _partitioned(run, shapes, *, names, num_batch, packed, block, activation, ou
 
 OP = dispatch.Op(
     name="block_scaled_mm",
-    targets=("jax_qmm_block_scaled_mm",),
+    targets=("jax_qmm_block_scaled_mm", "jax_qmm_dequantize_weights"),
     kernel=_kernel,
     reference=_reference,
     unserved=_unserved,

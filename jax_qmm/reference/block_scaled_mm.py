@@ -42,12 +42,24 @@ def block_scaled_mm(
 
 
 def dequantized_once(
-    x, w, scale, zero_point=None, bias=None, *, num_batch, qtype, packed, block, activation, out_dtype
+    x,
+    w,
+    scale,
+    zero_point=None,
+    bias=None,
+    *,
+    num_batch,
+    qtype,
+    packed,
+    block,
+    activation,
+    out_dtype,
+    dequantize=None,
 ):
     """As `block_scaled_mm`, by a product of x and weights that are rounded to its dtype: what XLA has fast kernels for.
 
     float16 has no range for every scale: there each row of weights is multiplied by a power of two, up to 2^15, and
-    the sums by its inverse.
+    the sums by its inverse. `dequantize` takes the place of `dequantized`.
     """
     power = None
     if x.dtype == jnp.float16:
@@ -55,7 +67,8 @@ def dequantized_once(
         most = jnp.max(jnp.abs(scale.astype(jnp.float32)) * (zeros + 2.0 ** (jnp.iinfo(qtype).bits - 1)), -1, initial=0)
         power = jnp.where(jnp.isfinite(most) & (most > 0), 15 - jnp.frexp(most)[1], 0)
         scale = jnp.ldexp(scale.astype(jnp.float32), power[..., None])
-    dense = dequantized(w, scale, zero_point, qtype=qtype, packed=packed, block=block, k=x.shape[-1]).astype(x.dtype)
+    weight = {"qtype": qtype, "packed": packed, "block": block, "k": x.shape[-1], "dtype": x.dtype}
+    dense = (dequantize or dequantized)(w, scale, zero_point, **weight)
     sums = products.sums(x, dense, num_batch, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
     if power is not None:
         sums = jnp.ldexp(sums, -jnp.expand_dims(power, tuple(range(num_batch, sums.ndim - 1))))
@@ -69,13 +82,13 @@ def linear(x, w, scale, zero_point=None, bias=None, *, num_batch, out_sharding, 
     return _plus(products.sums(x, dense, num_batch, precision, out_sharding), bias, num_batch)
 
 
-def dequantized(w, scale, zero_point, *, qtype, packed, block, k):
-    """`(w - zero_point) * scale` in float32 as `(*B, N, K)`."""
+def dequantized(w, scale, zero_point, *, qtype, packed, block, k, dtype=jnp.float32):
+    """`(w - zero_point) * scale` in float32, rounded to `dtype`, as `(*B, N, K)`."""
     if packed:
         w = packing.unpack(w, qtype, k)
     if scale.shape[-1] != 1:
         scale, zero_point = (None if leaf is None else spread(leaf, block, k) for leaf in (scale, zero_point))
-    return dequantize(w, scale, zero_point, jnp.float32)
+    return dequantize(w, scale, zero_point, dtype)
 
 
 def epilogue(sums, bias, *, num_batch, activation, out_dtype):

@@ -53,8 +53,9 @@ def unpack(packed, qtype, k):
     *leading, size = packed.shape
     blocks = (*leading, size // 64)
     if qtype == INT4:
-        nibbles = jnp.stack([packed & 15, packed >> 4], -1).reshape(*blocks, 4, 4, 2, 2, 2)
-        q = jnp.moveaxis(nibbles, (-5, -4, -3, -2, -1), (-2, -5, -1, -4, -3)) - jnp.uint8(8)
+        octets = packed.reshape(*blocks, 4, 4, 2, 2)  # t, w, p // 4, p % 4 // 2
+        octets = jnp.moveaxis(octets, (-3, -1, -4, -2), (-4, -3, -2, -1))[..., None, :, :]
+        q = (octets >> jnp.array([0, 4], jnp.uint8)[:, None, None] & 15) - jnp.uint8(8)  # p % 2 before t
     else:
         q = jnp.moveaxis(packed.reshape(*blocks, 4, 4, 2, 2), -4, -2) - jnp.uint8(128)
     q = q.reshape(*leading, size * columns_a_byte(qtype))[..., :k]

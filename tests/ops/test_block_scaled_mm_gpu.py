@@ -474,6 +474,33 @@ def test_k_is_split_where_blocks_are_few(zero_point, m, dtype, bits, monkeypatch
     assert np.all(np.abs(both - np.maximum(y + bias, 0)) <= error + 2.0**-23 * np.abs(bias))
 
 
+@pytest.mark.parametrize("n, k, block", [(1, 1, 16), (5, 72, 16), (9, 135, 64), (6, 2184, 128), (3, 4104, 4104)])
+@pytest.mark.parametrize("zero_dtype", [None, np.int8, BF16, F32])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("bits", BITS)
+def test_dequantized_weights_are_rounded_once(bits, dtype, zero_dtype, n, k, block):
+    rng = np.random.default_rng(n)
+    limit = 1 << (bits - 1)
+    q = rng.integers(-limit, limit, (2, n, k)).astype(np.int8)
+    scale = np.ldexp(rng.standard_normal((2, n, -(-k // block))), 8).astype(BF16)  # float16 overflows at times
+    zero_point = None
+    if zero_dtype == np.int8:
+        zero_point = rng.integers(-limit, limit, scale.shape).astype(np.int8)
+    elif zero_dtype is not None:
+        zero_point = (limit * rng.standard_normal(scale.shape)).astype(zero_dtype)
+    spread = lambda v: np.repeat(v.astype(F32), block, -1)[..., :k]
+    difference = q.astype(F32) - (F32(0) if zero_point is None else spread(zero_point))
+    with np.errstate(over="ignore"):
+        want = (difference * spread(scale)).astype(dtype)
+    leaves = [leaf for leaf in (pack(q, bits), scale, zero_point) if leaf is not None]
+    run = jax.ffi.ffi_call("jax_qmm_dequantize_weights", jax.ShapeDtypeStruct((2, n, k), dtype))
+    out = run(*map(jnp.asarray, leaves), bits=np.int32(bits), block=np.int32(block))
+    np.testing.assert_array_equal(np.asarray(out), want)
+    leaves[0] = pack(q[:1], bits)  # which has two matrices' scales
+    out = run(*map(jnp.asarray, leaves), bits=np.int32(bits), block=np.int32(block))
+    np.testing.assert_array_equal(np.asarray(out)[0], want[0])
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("bits", BITS)
 def test_weights_are_dequantized_once_where_that_is_faster(bits, dtype, monkeypatch):
@@ -488,7 +515,8 @@ def test_weights_are_dequantized_once_where_that_is_faster(bits, dtype, monkeypa
         f = jax.jit(lambda x: jax_qmm.block_scaled_mm(x, weight, out_dtype=jnp.float32))
         (row,) = jax_qmm.explain(f, x).rows
         assert row.runs_on.startswith("XLA: dequantized once, then a product of ")
-        assert "jax_qmm_block_scaled_mm" not in f.lower(x).as_text()
+        text = f.lower(x).as_text()
+        assert "jax_qmm_block_scaled_mm" not in text and ("jax_qmm_dequantize_weights" in text) == weight.is_packed
         assert np.all(np.abs(np.asarray(f(x)) - y) <= error + UNIT[dtype] * total)
 
 
