@@ -44,51 +44,52 @@ bool serves(Instance const& i, BlockScaledMm const& p) {
   return i.in == DType::kF32 ? p.m <= i.tile_m : i.float_zero_points == p.float_zero_points();
 }
 
-// Seconds, as predicted from the description of the GPU.
+// Seconds, as predicted from the description of the GPU. The constants are fitted to 450 times on an H200, of all
+// kernels on five weights of int4 and int8 in blocks of 128 and 1 to 1024 rows: benchmarks/block_scaled_mm/README.md.
 double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu const& gpu) {
-  constexpr double kRoundTrip = 1e-6;  // from asking memory for a step's weights to having them
-  constexpr double kL2 = 40;           // bytes of L2 that an SM gets in a cycle
-  constexpr double kSecond = 2.5e-6;   // of the kernel that adds parts
+  double const launch = i.wgmma ? 3.6e-6 : 2e-6;
+  double const of_block = i.wgmma ? 4.5e-6 : 1.9e-6;  // beside its steps
+  double const neighbour = i.wgmma ? 0.15 : 0.33;     // by how much each block more on an SM slows a step down
   double const tiles_m = double(ceil_div(p.m, i.tile_m)), tiles_n = double(ceil_div(p.n, i.rows));
   int const parts = count_parts(p, i.step, split);
   double const blocks = tiles_m * tiles_n * p.batch * parts;
-  double const cycles = std::min<double>(gpu.sm_count, blocks) * gpu.clock;  // of the SMs that have a block
-  double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
-  double const turns = waves * double(ceil_div(ceil_div(p.k, i.step), parts)) * kRoundTrip;
-  // Memory has the weights to read once, and L2 what every block reads.
+  // Clusters of four find no place on the last SMs of some GPCs.
+  double const slots = gpu.sm_count * i.blocks_per_sm * (i.wgmma && std::max(i.share, parts) >= 4 ? 0.9 : 1.0);
+  double const resident = std::min<double>(i.blocks_per_sm, std::ceil(blocks / gpu.sm_count));
+  // Cycles of a lane for each of its weights: to dequantize it, and to multiply it and to scale sums for each row of x.
+  // An SM has 128 lanes. With wgmma the tensor cores' products come beside them.
+  double const dequantizing = p.in == DType::kF32   ? 7.7
+                              : i.wgmma             ? (p.bits == 4 ? 4.5 : 5.9)
+                              : p.bits == 4         ? 8.4
+                              : p.in == DType::kF16 ? 10.7
+                                                    : 14.5;
+  double const of_row = p.in == DType::kF32 ? 2.6 : i.wgmma ? 3.4 / 128 : 10.2 / i.unit;
+  double const cycles = dequantizing + of_row * (i.scale_weights ? 128 : i.tile_m);
+  double const issuing = double(i.rows) * i.step * cycles / (128 * gpu.clock) * (1 + neighbour * (resident - 1));
+  double const rate = 0.68 * gpu.peak / 2 / gpu.sm_count;
+  double const multiplying = i.wgmma ? 2.0 * i.rows * i.step * i.tile_m * resident / rate : 0;
+  auto const cube = [](double seconds) { return seconds * seconds * seconds; };
+  double const steps = double(ceil_div(ceil_div(p.k, i.step), parts));
+  double const computing =
+      std::ceil(blocks / slots) * (steps * std::cbrt(cube(issuing) + cube(multiplying)) + of_block);
+  // Memory has the weights to read once, and L2 what every block reads, at so many bytes a cycle and SM.
+  double const of_l2 = (i.wgmma ? 40 : 18.6) * std::min<double>(gpu.sm_count, blocks) * gpu.clock;
   double const weights = double(p.batch) * p.n * p.row_bytes(), x = double(p.batch) * p.m * p.k * bytes_of(p.in);
   double const reading =
-      std::max(weights / gpu.copy_rate, (weights * tiles_m + x * tiles_n / i.share) / (kL2 * cycles));
-  // Instructions of a lane for each of its weights, within a tenth of what benchmarks/block_scaled_mm/README.md counts:
-  // to dequantize it, and to multiply it and to scale sums for each row of x. An SM has 128 lanes. On an H200 the
-  // kernels of 16 to 256 rows took 2.5 to 3 times as long as that (int4 in blocks of 128, 28672 x 8192).
-  constexpr double kIssued = 0.37;
-  double const to_float = p.in == DType::kF32 ? 3 : p.bits == 4 ? 3.3 : p.in == DType::kF16 ? 4.2 : 5.7;
-  double const of_row = p.in == DType::kF32 ? 1 : 4.0 / i.unit;
-  // With wgmma the tensor cores' products come beside those instructions: predicted, not measured.
-  double const tiles = tiles_m * tiles_n * i.rows * double(p.k) * p.batch;  // of one weight by all rows of x of a tile
-  double const scaling = i.scale_weights ? 1 : i.tile_m / 128.0;
-  double const issued = i.wgmma ? (p.bits == 4 ? 2.6 : 4) + scaling : to_float + of_row * i.tile_m;
-  double const issuing = tiles * issued / (kIssued * 128 * cycles);
-  double const rate = 0.7 * gpu.peak / 2 * cycles / (gpu.sm_count * gpu.clock);
-  double const multiplying = i.wgmma ? 2 * tiles * i.tile_m / rate : 0;
-  auto const cube = [](double seconds) { return seconds * seconds * seconds; };
-  double const adding = parts > 1 && i.wgmma ? 0.5e-6
-                        : parts > 1 ? kSecond + 4.0 * parts * sums_of_part(p) / (kL2 * gpu.sm_count * gpu.clock)
-                                    : 0;
-  return std::cbrt(cube(turns) + cube(reading) + cube(issuing) + cube(multiplying)) + adding;
+      std::max(weights / ((i.wgmma ? 0.86 : 1.0) * gpu.copy_rate), (weights * tiles_m + x * tiles_n / i.share) / of_l2);
+  double const adding =  // by a second kernel
+      parts > 1 && !i.wgmma ? 2.6e-6 + 4.0 * parts * sums_of_part(p) / (40 * gpu.sm_count * gpu.clock) : 0;
+  return launch + std::cbrt(cube(computing) + cube(reading)) + adding;
 }
 
-// Seconds of XLA's operations: one that dequantizes, and a product of x's dtype. On an H200 that product reaches 0.7 of
-// the tensor cores' rate from some hundreds of rows on.
+// Seconds of the kernel that dequantizes the weights and of XLA's product, whose times are added; fitted likewise.
 double estimate_dequantized(BlockScaledMm const& p, Gpu const& gpu) {
-  constexpr double kLaunches = 6e-6;  // of the kernels, whose times are added, with what they wait for memory
   double const weights = double(p.batch) * p.n * p.k, size = bytes_of(p.in);
   double const x = double(p.batch) * p.m * p.k * size, out = double(p.batch) * p.m * p.n * bytes_of(p.out_dtype);
-  double const dequantizing = (double(p.batch) * p.n * p.row_bytes() + weights * size) / gpu.copy_rate;
+  double const dequantizing = (double(p.batch) * p.n * p.row_bytes() + weights * size) / (0.7 * gpu.copy_rate);
   double const reading = (weights * size + x + out) / gpu.copy_rate;
   double const rate = p.in == DType::kF32 ? gpu.peak / 32 : gpu.peak / 2;  // of the peak of 8 bits
-  return kLaunches + dequantizing + std::max(reading, 2 * weights * p.m / (0.7 * rate));
+  return 10e-6 + dequantizing + std::max(reading, 2 * weights * p.m / (0.74 * rate));
 }
 
 struct Fastest {
