@@ -189,22 +189,24 @@ def _batch(operands, dims, *, names, num_batch, out_sharding, **params):
 
 def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
     """By the scales, float zero points and bias, as of a product of the dequantized operands."""
-    out = block_quantized_mm_p.bind(*primals, names=names, activation=activation, out_dtype=out_dtype, **params)
+    product = functools.partial(block_quantized_mm_p.bind, *primals, names=names, **params)
     values, vectors = primals[:2], dict(zip(names, primals[2:]))
     moving = {
         name: tangent
         for name, tangent in zip(names, tangents[2:])
         if not isinstance(tangent, ad.Zero) and tangent.dtype != float0
     }
+    if not moving or activation == activations.NONE:
+        out = product(activation=activation, out_dtype=out_dtype)
+    else:  # one product for the result and for the slope of the activation
+        y = product(activation=activations.NONE, out_dtype=jnp.dtype(jnp.float32))
+        out = activations.activate(y, activation).astype(out_dtype)
     if not moving:
         return out, _compat.zero_tangent(out)
     at = {name: vectors[name] for name in moving}
     linear = lambda at: reference.linear(*values, **{**vectors, **at}, **params)
     _, tangent = jax.jvp(linear, (at,), (moving,))
     if activation != activations.NONE:
-        y = block_quantized_mm_p.bind(
-            *primals, names=names, activation=activations.NONE, out_dtype=jnp.dtype(jnp.float32), **params
-        )
         tangent = activations.tangent(y, tangent, activation)
     return out, tangent.astype(out_dtype)
 

@@ -226,7 +226,7 @@ def _describe(operands, results, *, names, num_batch, qtype, packed, block, acti
     _, _, n, k = matmul_form.sizes(operands, num_batch)
     terms = [*names[1:], *([] if activation == activations.NONE else [str(activation)])]
     scales = "per channel" if operands[2].shape[-1] == 1 else f"blocks of {block}"
-    order = "packed" if packed else "packed at each call"
+    order = "packed" if packed else "plain"
     w = jax.ShapeDtypeStruct((*operands[1].shape[:-1], k), qtype)
     return f"block_scaled_mm ({', '.join([scales, order, *terms])})", [operands[0], w]
 
@@ -250,11 +250,13 @@ def _workspace(devices, operands, **params):
     return _extension.block_scaled_mm_workspace(devices, product) if product and devices else 0
 
 
-def _choice(operands, results, **params):
+def _choice(operands, results, *, packed, **params):
     product = _product(operands, **params)
     if product is None:
-        return "kernel, chosen at run time: the shapes are symbolic"
-    return _extension.describe_block_scaled_mm(product)
+        kernel = "kernel, chosen at run time: the shapes are symbolic"
+    else:
+        kernel = _extension.describe_block_scaled_mm(product)
+    return kernel if packed else f"{kernel}, w packed at each call"
 
 
 def _product(operands, out_dtype, *, names, num_batch, qtype, block, **params):
@@ -284,8 +286,13 @@ def _batch(operands, dims, *, names, num_batch, out_sharding, **params):
 
 def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
     """By x, scale, a float zero point and bias, as of a product with the dequantized weight."""
-    out = block_scaled_mm_p.bind(*primals, names=names, activation=activation, out_dtype=out_dtype, **params)
+    product = functools.partial(block_scaled_mm_p.bind, *primals, names=names, **params)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != float0]
+    if not moving or activation == activations.NONE:
+        out = product(activation=activation, out_dtype=out_dtype)
+    else:  # one product for the result and for the slope of the activation
+        y = product(activation=activations.NONE, out_dtype=jnp.dtype(jnp.float32))
+        out = activations.activate(y, activation).astype(out_dtype)
     if not moving:
         return out, _compat.zero_tangent(out)
 
@@ -300,9 +307,6 @@ def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
     parts = [primals[i] for i in moving]
     _, tangent = jax.jvp(functools.partial(linear, primals), (parts,), ([tangents[i] for i in moving],))
     if activation != activations.NONE:
-        y = block_scaled_mm_p.bind(
-            *primals, names=names, activation=activations.NONE, out_dtype=jnp.dtype(jnp.float32), **params
-        )
         tangent = activations.tangent(y, tangent, activation)
     return out, tangent.astype(out_dtype)
 

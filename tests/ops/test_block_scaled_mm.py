@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_qmm
-from jax_qmm import QArray
+from jax_qmm import QArray, _extension
 
 INT4, INT8 = np.dtype(ml_dtypes.int4), np.dtype(np.int8)
 BF16, F16, F32 = (np.dtype(d) for d in (ml_dtypes.bfloat16, np.float16, np.float32))
@@ -143,12 +143,23 @@ def test_explain_names_the_order_and_the_blocks():
     f = lambda w: jax_qmm.block_scaled_mm(x, w, normal(12), activation="silu")
     (packed,), (plain,) = (jax_qmm.explain(f, q).rows for q in (w.pack(), w))
     assert packed.op == "block_scaled_mm (blocks of 64, packed, zero_point, bias, silu)"
-    assert plain.op == "block_scaled_mm (blocks of 64, packed at each call, zero_point, bias, silu)"
+    assert plain.op == "block_scaled_mm (blocks of 64, plain, zero_point, bias, silu)"
     assert packed.inputs == plain.inputs == "bfloat16[3,200] x int4[12,200]" and packed.out == "bfloat16[3,12]"
     (row,) = jax_qmm.explain(f, weight(12, 200, INT8)[0].pack()).rows
     assert row.op == "block_scaled_mm (per channel, packed, bias, silu)" and row.inputs.endswith("int8[12,200]")
     stored = QArray(w.qvalue.T, w.scale[:, :1].T).T
     assert [row.op for row in jax_qmm.explain(f, stored).rows][0] == "transpose"
+
+
+def test_explain_says_that_a_plain_weight_is_packed_where_a_kernel_runs(monkeypatch):
+    w, x = weight(12, 256, tile_size=64)[0], normal((3, 256), BF16)
+    ways = lambda: [jax_qmm.explain(jax_qmm.block_scaled_mm, x, q).rows[0].runs_on for q in (w.pack(), w)]
+    assert ways() == ["reference: platform cpu has no kernels"] * 2
+    monkeypatch.setattr(_extension, "fallback_reason", lambda *where: None)
+    monkeypatch.setattr(_extension, "describe_block_scaled_mm", lambda product: "a tile")
+    assert ways() == ["a tile", "a tile, w packed at each call"]
+    monkeypatch.setattr(_extension, "dequantizes_once", lambda devices, product: True)
+    assert all(way.startswith("XLA: dequantized once") for way in ways())
 
 
 X, W = np.ones((2, 8), np.float32), QArray(np.ones((3, 8), ml_dtypes.int4), np.ones((3, 2), np.float32))

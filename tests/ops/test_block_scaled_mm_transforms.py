@@ -92,6 +92,18 @@ def test_derivatives_are_those_of_the_dequantized_product(activation, dtype):
     assert_close(tangent, total, rtol=1e-3 if dtype == np.float32 else 0.1)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_derivative_with_an_activation_takes_one_product(quantized):
+    w, x = jax_qmm.quantize(normal((6, 64)), tile_size=32), normal((3, 64), seed=2)
+    x = jax_qmm.quantize(x, tile_size=32) if quantized else x
+    f = lambda bias: jax_qmm.block_scaled_mm(x, w, bias, activation="gelu", out_dtype=jnp.float32)
+    value, gradient = lambda bias: jax.vjp(f, bias)[0], jax.grad(lambda bias: f(bias).sum())
+    for each in (value, gradient):
+        (row,) = jax_qmm.explain(each, normal(6)).rows
+        assert row.op.startswith("block_scaled_mm") and row.count == 1
+    assert_close(value(normal(6)), f(normal(6)))
+
+
 def test_a_packed_weight_is_a_constant_and_its_dequantized_copy_is_not_kept():
     w, x = weight((6, 256)).pack(), normal((3, 256))
     f = lambda x: jnp.sum(jax_qmm.block_scaled_mm(x, w) ** 2)
