@@ -7,7 +7,8 @@ import jax
 
 from jax_qmm.dtypes import array_bytes
 from jax_qmm.models.plan import Plan
-from jax_qmm.ops import dispatch
+from jax_qmm.ops import block_scaled_mm, dispatch
+from jax_qmm.schemes import W8A8
 from jax_qmm.text_table import format_bytes, format_table
 
 
@@ -117,7 +118,8 @@ def make_report(
         else:
             each = plan.conversions[path]
             op, words, error = each.use.op, str(each), errors.get(path)
-            rows.append(LayerRow(path, op, words, dispatch.runs_on(), before[path], after[path], each.note, error))
+            runs_on = dispatch.runs_on(0 if isinstance(each.scheme, W8A8) else block_scaled_mm.OLDEST)
+            rows.append(LayerRow(path, op, words, runs_on, before[path], after[path], each.note, error))
     return Report(tuple(rows), plan.unused_rules, *totals)
 
 

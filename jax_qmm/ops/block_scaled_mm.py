@@ -207,7 +207,7 @@ def _dequantize(w, scale, zero_point, *, qtype, packed, block, k, dtype):
 
 def _unserved(platform, devices, operands, *, num_batch, block, **params):
     *_, k = matmul_form.sizes(operands, num_batch)
-    if why := _extension.fallback_reason(platform, devices, _OLDEST):
+    if why := _extension.fallback_reason(platform, devices, OLDEST):
         return why
     if not isinstance(k, int):
         return "K is symbolic"
@@ -219,7 +219,7 @@ def _unserved(platform, devices, operands, *, num_batch, block, **params):
 
 
 _LONGEST_K = 2**19 - 1
-_OLDEST = 80  # compute capability 8.0, the first with tensor cores for bfloat16
+OLDEST = 80  # compute capability 8.0, the first with tensor cores for bfloat16
 
 
 def _describe(operands, results, *, names, num_batch, qtype, packed, block, activation, **params):

@@ -129,9 +129,13 @@ def what_runs(op: Op, platform, devices, operands, results, **params) -> str:
     return op.choice(operands, results, **params)
 
 
-def runs_on() -> str:
-    """Where quantized products of this process run: "kernel", or "reference: why"."""
-    reason = _extension.fallback_reason(*_extension.default_devices())
+def runs_on(oldest: int = 0) -> str:
+    """Where products of this process run: "kernel", or "reference: why".
+
+    Args:
+      oldest: the compute capability at which their kernels begin, as in `_extension.fallback_reason`.
+    """
+    reason = _extension.fallback_reason(*_extension.default_devices(), oldest)
     return "kernel" if reason is None else f"reference: {reason}"
 
 

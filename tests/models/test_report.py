@@ -1,5 +1,8 @@
-from jax_qmm.models.report import LayerRow, Report
-from jax_qmm.schemes import W8A8, Rule
+from jax_qmm import _extension
+from jax_qmm.models.layer_kinds import KernelUse
+from jax_qmm.models.plan import Conversion, Plan
+from jax_qmm.models.report import LayerRow, Report, make_report
+from jax_qmm.schemes import W4A16, W8A8, Rule
 
 
 def test_report_prints_every_row_with_its_reason():
@@ -29,3 +32,14 @@ def test_layers_that_run_differently_say_so_each():
 
 def test_report_of_a_model_without_weights():
     assert str(Report((), (), 0, 0)).startswith("no layer holds a weight")
+
+
+def test_a_layer_runs_where_its_scheme_has_kernels(monkeypatch):
+    """Turing has kernels for 8-bit operands, none for weights alone."""
+    turing = lambda platform, devices, oldest: "runs code for 7.5" if oldest > 75 else None
+    monkeypatch.setattr(_extension, "fallback_reason", turing)
+    use = KernelUse("Linear", (-2,), (256, 256))
+    plan = Plan({"up": Conversion(use, W8A8()), "down": Conversion(use, W4A16())}, {}, ())
+    sizes = {"up": 1, "down": 1}
+    rows = make_report(plan, sizes, sizes, (2, 2), {}).rows
+    assert [row.runs_on for row in rows] == ["kernel", "reference: runs code for 7.5"]
