@@ -165,6 +165,8 @@ def run_bench(*, scheme, model, shapes, m, dtype, peers, check, **options) -> No
     if scheme != "w8a8":
         if check or peers is not None or options.pop("png"):
             sys.exit(f"--scheme {scheme} is measured beside XLA's bfloat16 alone: leave --check, --peers and --png out")
+        if dtype:
+            sys.exit(f"--scheme {scheme} is measured with bfloat16 activations: leave --dtype out")
         run = load("benchmark", "jax_qmm.bench.weight_only")
         named = products(model=model, shapes=shapes, m=m, dtype=["int8"])
         return run.main(scheme=scheme, shapes=[product[:3] for product in named], **options)
@@ -177,7 +179,7 @@ def run_bench(*, scheme, model, shapes, m, dtype, peers, check, **options) -> No
     elif model or shapes:
         sys.exit("--check takes its products from the file: leave --model and --shapes out")
     else:
-        named = [p for p in check.us if (not m or p.m in m) and run.KINDS[p.dtype] in dtype]
+        named = [p for p in check.us if (not m or p.m in m) and (not dtype or run.KINDS[p.dtype] in dtype)]
         run.main(products=named, peers=peers or [], reference=check, **options)
 
 

@@ -24,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--shapes", type=_weight, nargs="+", metavar="N,K", help="weights of these shapes instead")
     parser.add_argument("--m", type=_numbers, metavar="M,M,...", help=f"numbers of tokens ({','.join(map(str, ROWS))})")
-    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="of the operands (both)")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", help="of the operands (both)")
 
 
 def products(
     *, model: str | None, shapes, m, dtype, out_dtype=("bfloat16",), full_epilogue: bool = False
 ) -> list[Product]:
-    """The products that the arguments name, each once, those of one weight together.
+    """The products that the arguments name, each once, those of one weight together; without dtypes those of each.
 
     Ends the process with code 2 where `shapes` are given for another model than custom, or none for that.
 
@@ -44,7 +44,7 @@ def products(
     named = (
         product(rows, n, k, DTYPES[kind], out, full_epilogue)
         for n, k in shapes or MODELS[model]
-        for kind in dtype
+        for kind in dtype or DTYPES
         for out in out_dtype
         for rows in m or ROWS
     )

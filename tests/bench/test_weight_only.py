@@ -94,3 +94,8 @@ def test_without_a_gpu_it_says_what_it_needs(capsys):
 def test_options_of_other_schemes_are_refused(more):
     with pytest.raises(SystemExit, match="leave --check, --peers and --png out"):
         command_line.main(["bench", "--scheme", "w8a16", *more])
+
+
+def test_dtypes_of_8_bit_operands_are_refused():
+    with pytest.raises(SystemExit, match="--scheme w4a16 is measured with bfloat16 activations: leave --dtype out"):
+        command_line.main(["bench", "--scheme", "w4a16", "--dtype", "fp8"])
