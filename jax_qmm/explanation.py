@@ -14,6 +14,7 @@ from jax_qmm.ops import dispatch
 from jax_qmm.ops.dequantized_dot import dequantized_reason
 from jax_qmm.ops.weight_only_conv import DEQUANTIZED_CONV
 from jax_qmm.text_table import format_table
+from jax_qmm.traced_shardings import TracedShardings, inner_jaxprs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class OpRow:
         what spares it; "XLA" for a float product.
       inside: the control flow around it, outermost first ("scan", "while", "cond", "shard_map"); may be "".
       is_float: whether it is a product that stayed float.
+      exchanged: what the devices of a mesh exchange for it, as which operands are gathered and why; "" for nothing.
     """
 
     op: str
@@ -42,6 +44,7 @@ class OpRow:
     runs_on: str
     inside: str = ""
     is_float: bool = False
+    exchanged: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Explanation:
         cells = lambda row: tuple(getattr(row, column) for column in columns)
         parts = ["no quantized operation"]
         if self.rows:
-            parts = [format_table((*columns, "runs on"), [(*cells(row), row.runs_on) for row in self.rows])]
+            rows = [(*cells(row), row.runs_on, row.exchanged) for row in self.rows]
+            parts = [format_table((*columns, "runs on", "devices exchange"), rows)]
         if self.rows:
             facts = {"GPU": self.gpu, "launches": self.launches}
             parts += [f"{name}: {fact}" for name, fact in facts.items() if fact]
@@ -82,6 +86,10 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
 
     The function is traced, not run. Kernels are those that the default device has for the shapes as traced:
     operands that the compiler splits over devices count as a whole.
+
+    What devices exchange follows from the shardings of operands, which the types of arrays have on Explicit axes of a
+    mesh. On Auto axes arguments and constants have them that get to an operation as they are; the compiler chooses
+    those of all that is computed, and the row says that it decides.
 
     Args:
       fn: any function that JAX can trace, or a model that is a pytree, such as an nnx.Module.
@@ -110,7 +118,8 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
     jaxpr = trace(fn, *args, **kwargs)
     counts: dict[OpRow, int] = {}
     where = _extension.default_devices()
-    for row in _walk(jaxpr.jaxpr, 1, (), where):
+    arguments = [leaf for leaf in jax.tree.leaves((fn, args, kwargs)) if isinstance(leaf, _ARRAYS)]
+    for row in _walk(jaxpr.jaxpr, 1, (), where, TracedShardings.of_call(jaxpr, arguments)):
         key = dataclasses.replace(row, count=0)
         counts[key] = counts.get(key, 0) + row.count
     counted = [dataclasses.replace(row, count=count) for row, count in counts.items()]
@@ -136,35 +145,45 @@ def trace(fn: Callable, *args, **kwargs) -> ClosedJaxpr:
     return jax.make_jaxpr(call)(arrays)
 
 
-def _walk(jaxpr: Jaxpr, count: int, inside: tuple[str, ...], where: tuple) -> Iterator[OpRow]:
+def _walk(
+    jaxpr: Jaxpr, count: int, inside: tuple[str, ...], where: tuple, shardings: TracedShardings
+) -> Iterator[OpRow]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if described := _describe(eqn, where):
             op, inputs, runs_on = described
             types = " x ".join(map(_typed, inputs)), _typed(eqn.outvars[0].aval)
-            yield OpRow(op, *types, count, runs_on, " > ".join(inside), is_float=name in _FLOAT_PRODUCTS)
+            exchanged = _exchanged(eqn, shardings)
+            yield OpRow(op, *types, count, runs_on, " > ".join(inside), name in _FLOAT_PRODUCTS, exchanged)
             continue
         turns = eqn.params["length"] if name == "scan" else 1
         around = (*inside, name) if name in ("scan", "while", "cond", "shard_map") else inside
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-                yield from _walk(inner, count * turns, around, where)
-
-
-def _is_jaxpr(value):
-    return isinstance(value, Jaxpr | ClosedJaxpr)
+        for inner in inner_jaxprs(eqn):
+            yield from _walk(inner, count * turns, around, where, shardings.inside(eqn, inner))
 
 
 def _typed(aval):
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
+def _of_op(eqn):
+    """The types of the operands and results of a quantized op, and its parameters."""
+    operands, results = ([var.aval for var in some] for some in (eqn.invars, eqn.outvars))
+    return operands, results, {name: value for name, value in eqn.params.items() if name != "out_sharding"}
+
+
+def _exchanged(eqn, shardings):
+    op = dispatch.OPS.get(eqn.primitive)
+    if op is None:
+        return ""
+    operands, results, params = _of_op(eqn)
+    return dispatch.exchanged(op, operands, results, [shardings.of(var) for var in eqn.invars], **params)
+
+
 def _describe(eqn, where):
     """What to call an equation, its inputs and what runs it; None if it is neither quantized nor a product."""
     if op := dispatch.OPS.get(eqn.primitive):
-        operands, results = ([var.aval for var in some] for some in (eqn.invars, eqn.outvars))
-        params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
+        operands, results, params = _of_op(eqn)
         label, shown = op.describe(operands, results, **params)
         return label, shown, dispatch.what_runs(op, *where, operands, results, **params)
     avals = [var.aval for var in eqn.invars]

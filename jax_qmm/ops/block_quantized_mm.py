@@ -236,7 +236,8 @@ def _partitioned(run, shapes, *, names, num_batch, block, activation, out_dtype)
     whole = functools.partial(local, names=names, activation=activation, out_dtype=out_dtype)
     k = shapes[0][-1]
     units = {"k": k // block if k % block == 0 else 1}
-    return partitioned(whole, operands, [result], shapes, over=("k",), across=across, units=units)
+    sides = ("x", "w", *names)
+    return partitioned(whole, operands, [result], shapes, names=sides, over=("k",), across=across, units=units)
 
 
 # Registration

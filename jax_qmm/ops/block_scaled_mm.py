@@ -61,8 +61,8 @@ def block_scaled_mm(
 
     Sharded over M or N there is no communication. Sharded over K, at boundaries of blocks (of a packed w, those that
     are boundaries of 128 columns too), each device sums its part, and one all-reduce of float32 sums comes before the
-    bias and the activation. An operand that is sharded over K in any other way is gathered. The rest is as in
-    `scaled_mm`.
+    bias and the activation. An operand that is sharded over K in any other way is gathered, which `explain` shows. The
+    rest is as in `scaled_mm`.
 
     Of two QArrays the sums of a block are exact: int32, less the zero points of both sides. Block after block they are
     scaled and added in float32, `sums = fma(x_scale, w_scale * block_sums, sums)`, so that the result is the same on
@@ -337,7 +337,8 @@ def _partitioned(run, shapes, *, names, num_batch, packed, block, activation, ou
     k, blocks = shapes[0][-1], shapes[2][-1]
     unit = math.lcm(1 if blocks == 1 else block, packing.COLUMNS if packed else 1)
     units = {"k": k // unit if k % unit == 0 else 1}
-    return partitioned(whole, operands, [result], shapes, over=("k",), across=across, units=units)
+    sides = ("x", "w", *names)
+    return partitioned(whole, operands, [result], shapes, names=sides, over=("k",), across=across, units=units)
 
 
 # Registration

@@ -139,7 +139,8 @@ def _partitioned(run, shapes, *, names, num_batch, window, **output):
 
     entire = functools.partial(local, names=names, **output)
     operands = [spell(label) for label in _labels(names)]
-    return partitioned(entire, operands, [spell("iso")], shapes, over=("c",), across=across)
+    sides = ("lhs", "rhs", *names)
+    return partitioned(entire, operands, [spell("iso")], shapes, names=sides, over=("c",), across=across)
 
 
 # Registration

@@ -129,6 +129,22 @@ def what_runs(op: Op, platform, devices, operands, results, **params) -> str:
     return op.choice(operands, results, **params)
 
 
+def exchanged(op: Op, operands, results, shardings, **params) -> str:
+    """What the devices of a mesh exchange for `op`, in words; "" for nothing.
+
+    Args:
+      operands, results: their types.
+      shardings: of each operand, a `NamedSharding`, or None where only the compiler knows it.
+    """
+    mesh = next((each.mesh for each in shardings if each is not None and any(each.spec)), None)
+    if mesh is None and None not in shardings:
+        return ""
+    specs = [None if each is None else each.spec for each in shardings]
+    typed = [(x.shape, x.sharding.spec) for x in results if _compat.explicit_mesh(x)]
+    function = op.partitioned(run, [x.shape for x in operands], **params)
+    return function.exchanged(mesh, specs, typed or None)
+
+
 def runs_on(oldest: int = 0) -> str:
     """Where products of this process run: "kernel", or "reference: why".
 

@@ -354,14 +354,15 @@ def _dynamic_partitioned(run, shapes, *, qtype, axes, symmetric, sums):
     factors, over, parameter = _parameter_factors(shape, axes)
     results = [factors, parameter, *[parameter] * ((not symmetric) + sums)]
     whole = functools.partial(dynamic, axes=axes, sums=sums)
-    return partitioned(whole, [factors], results, shapes, over=over, across=across)
+    return partitioned(whole, [factors], results, shapes, names=("x",), over=over, across=across)
 
 
 def _static_partitioned(run, shapes, *, qtype, sums):
     static = functools.partial(run, STATIC, qtype=qtype, sums=sums)
     factors, over, parameter = _parameter_factors(shapes[0], _shared(shapes[1]))
+    names, operands = ("x", "scale", "zero_point"), [factors] * len(shapes)
     if not sums:
-        return partitioned(static, [factors] * len(shapes), [factors], shapes)
+        return partitioned(static, operands, [factors], shapes, names=names)
 
     def across(mesh_axes):
         def local(*operands):
@@ -370,7 +371,7 @@ def _static_partitioned(run, shapes, *, qtype, sums):
 
         return local
 
-    return partitioned(static, [factors] * len(shapes), [factors, parameter], shapes, over=over, across=across)
+    return partitioned(static, operands, [factors, parameter], shapes, names=names, over=over, across=across)
 
 
 def _parameter_factors(shape, axes):

@@ -255,7 +255,7 @@ def _partitioned(run, shapes, *, names, num_batch, fast_accum, **output):
         return sum_over_k
 
     whole = functools.partial(local, names=names, **output)
-    return partitioned(whole, operands, [result], shapes, over=("k",), across=across)
+    return partitioned(whole, operands, [result], shapes, names=("a", "b", *names), over=("k",), across=across)
 
 
 # Registration

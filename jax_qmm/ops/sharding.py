@@ -1,8 +1,11 @@
 """Operands with labelled dimensions ("factors") on the devices of a mesh, through custom_partitioning."""
 
 import dataclasses
+import functools
 import itertools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -32,7 +35,7 @@ def find_mesh(ctx):
     )
 
 
-def partitioned(local, operands, results, shapes, *, over=(), across=None, units=None):
+def partitioned(local, operands, results, shapes, *, names, over=(), across=None, units=None):
     """`local` on operands that are sharded over several devices; dimensions of one factor are sharded alike.
 
     Two factors cannot have one mesh axis. Then the operands that have a factor of `over` decide before the
@@ -44,11 +47,12 @@ def partitioned(local, operands, results, shapes, *, over=(), across=None, units
       operands: for each operand the factors of its dimensions, as strings; None is a dimension that is not sharded.
       results: likewise for each result.
       shapes: of the operands. A dimension of 1 is not sharded with its factor.
+      names: of the operands, for `Partitioned.exchanged`.
       over: the factors that are reduced.
       across: called with the mesh axes of `over` where there are some, gives the function in place of `local`.
       units: of factors whose dimensions differ in size, into how many equal parts each of them may be divided.
     """
-    ones, units = (f"one{i}" for i in itertools.count()), units or {}
+    ones, units, given = (f"one{i}" for i in itertools.count()), units or {}, operands
     whole = lambda size, factor: factor is None or 1 in (size, units.get(factor))
     operands = [
         [next(ones) if whole(size, factor) else factor for size, factor in zip(shape, factors)]
@@ -56,22 +60,82 @@ def partitioned(local, operands, results, shapes, *, over=(), across=None, units
     ]
     known = set(itertools.chain(*operands))
     results = [[factor if factor in known else next(ones) for factor in factors] for factors in results]
+    return Partitioned(local, operands, results, shapes, given, names, over, across, units)
 
-    def partition(mesh, args, outs):
+
+@dataclasses.dataclass(frozen=True)
+class Partitioned:
+    """A function of operands that may be sharded, as `partitioned` makes it."""
+
+    local: Callable
+    operands: list[list[str]]
+    results: list[list[str]]
+    shapes: Sequence[tuple[int, ...]]
+    given: Sequence[Sequence[str | None]]  # the factors of the operands, those that are not sharded too
+    names: Sequence[str]
+    over: Sequence[str]
+    across: Callable | None
+    units: dict[str, int]
+
+    def __call__(self, *operands):
+        rule, sizes = _sharding_rule(self.operands, self.results, self.shapes, self.units)
+        wrapped = custom_partitioning(lambda *operands: self.local(*operands))
+        wrapped.def_partition(partition=self._partition, sharding_rule=rule, **sizes)
+        return wrapped(*operands)
+
+    def _partition(self, mesh, args, outs):
         bare = not isinstance(outs, (list, tuple))  # as `local` returns it
-        specs = [_even_spec(mesh, x, factors, units) for x, factors in zip(args, operands)]
-        result_specs = [_even_spec(mesh, x, factors, units) for x, factors in zip([outs] if bare else outs, results)]
-        axes = _assign(operands, specs, results, result_specs, over)
+        even = functools.partial(_even_spec, mesh, self.units)
+        specs = [even(x.shape, factors, x.sharding.spec) for x, factors in zip(args, self.operands)]
+        result_specs = [
+            even(x.shape, factors, x.sharding.spec) for x, factors in zip([outs] if bare else outs, self.results)
+        ]
+        axes = _assign(self.operands, specs, self.results, result_specs, self.over)
         sharding = lambda factors: _named_sharding(mesh, [axes.get(factor) for factor in factors])
-        reduced = tuple(axis for factor in over for axis in axes.get(factor, ()))
-        out_shardings = [sharding(factors) for factors in results]
-        lower = _without_mesh(across(reduced) if reduced else local)  # pyright: ignore[reportOptionalCall]
-        return mesh, lower, out_shardings[0] if bare else out_shardings, tuple(map(sharding, operands))
+        reduced = tuple(axis for factor in self.over for axis in axes.get(factor, ()))
+        out_shardings = [sharding(factors) for factors in self.results]
+        lower = _without_mesh(self.across(reduced) if reduced else self.local)  # pyright: ignore[reportOptionalCall]
+        return mesh, lower, out_shardings[0] if bare else out_shardings, tuple(map(sharding, self.operands))
 
-    rule, sizes = _sharding_rule(operands, results, shapes, units)
-    wrapped = custom_partitioning(lambda *operands: local(*operands))
-    wrapped.def_partition(partition=partition, sharding_rule=rule, **sizes)
-    return wrapped
+    def exchanged(self, mesh, specs, results: Sequence[tuple[Any, Any]] | None = None) -> str:
+        """What devices exchange for it, in words; "" for nothing.
+
+        Args:
+          mesh: that of the shardings.
+          specs: the PartitionSpec of each operand; None where only the compiler knows it.
+          results: shape and PartitionSpec of each result; None where the compiler chooses it.
+        """
+        even = functools.partial(_even_spec, mesh, self.units)
+        fits = [None if spec is None else even(*of, spec) for *of, spec in zip(self.shapes, self.operands, specs)]
+        unknown, axes = None in specs, dict[str, tuple[str, ...]]()
+        if not unknown:
+            result_specs = [even(shape, factors, spec) for (shape, spec), factors in zip(results or (), self.results)]
+            axes = _assign(self.operands, fits, self.results, result_specs, self.over)
+        gathers: dict[str, list[str]] = {}
+        for name, shape, spec, fit, given, factors in zip(
+            self.names, self.shapes, specs, fits, self.given, self.operands
+        ):
+            for i, wanted in enumerate(map(mesh_axes, spec or ())):
+                fitting = () if factors[i].startswith("one") else fit[i]
+                kept = fitting if unknown else axes.get(factors[i], ())
+                lost = ", ".join(axis for axis in wanted if axis not in kept)
+                if not lost:
+                    continue
+                if fitting:
+                    who, why = name if results else "an operand", "another dimension has this axis"
+                else:
+                    parts = 1 if given[i] is None else self.units.get(given[i], shape[i])
+                    who, why = name, f"whole parts: {parts}, devices: {math.prod(mesh.shape[a] for a in wanted)}"
+                along = _DIMENSIONS.get(given[i], f"axis {i}")
+                gathers.setdefault(f"along {along} over {lost} ({why})", []).append(who)
+        words = [f"gathers {', '.join(dict.fromkeys(names))} {how}" for how, names in gathers.items()]
+        reduced = ", ".join(axis for factor in self.over for axis in axes.get(factor, ()))
+        words += [f"all-reduce over {reduced}"] if reduced else []
+        words += [f"the compiler decides{' the rest' if words else ''}"] if unknown else []
+        return "; ".join(words)
+
+
+_DIMENSIONS = {"k": "K", "n": "N"}
 
 
 def _sharding_rule(operands, results, shapes, units):
@@ -116,11 +180,11 @@ def mesh_axes(entry):
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def _even_spec(mesh, x, factors, units):
-    """The mesh axes of each dimension of `x`; none where they don't divide it, as XLA pads parts by junk."""
-    sizes = [units.get(factor, size) for factor, size in zip(factors, x.shape)]
-    spec = [mesh_axes(entry) for entry in x.sharding.spec]
-    spec += [()] * (len(x.shape) - len(spec))
+def _even_spec(mesh, units, shape, factors, spec):
+    """The mesh axes of each dimension; none where they don't divide it, as XLA pads parts by junk."""
+    sizes = [units.get(factor, size) for factor, size in zip(factors, shape)]
+    spec = [mesh_axes(entry) for entry in spec]
+    spec += [()] * (len(shape) - len(spec))
     return [axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else () for axes, size in zip(spec, sizes)]
 
 

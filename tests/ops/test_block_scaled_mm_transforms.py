@@ -184,7 +184,9 @@ def test_partitions_without_needless_communication(kind, mesh_kind, axes, want_s
         args = put(mesh, x, w, bias, **axes)
         compiled = jax.jit(f).lower(*args).compile()
         got = compiled(*args)
+        (row,) = jax_qmm.explain(f, *args).rows
     assert collectives(compiled) == want
+    assert row.exchanged == ("all-reduce over y" if want else "")
     assert got.sharding.is_equivalent_to(NamedSharding(mesh, want_spec), 2)
     assert_close(got, jax_qmm.block_scaled_mm(x, w, bias, activation="silu"))
 
@@ -199,20 +201,22 @@ def test_the_all_reduce_is_of_float32_before_the_bias():
 
 
 @pytest.mark.parametrize(
-    "w, devices",
+    "w, devices, parts",
     [
-        (lambda: weight((N, 512), tile_size=256), 4),  # a device would have half a block
-        (lambda: weight((N, 512), tile_size=64).pack(), 8),  # or half of 128 columns
-        (lambda: weight((N, 1000), tile_size=128), 8),  # the last block is short
-        (lambda: weight((N, 1000), tile_size=25).pack(), 8),  # columns fill up the last 128
+        (lambda: weight((N, 512), tile_size=256), 4, 2),  # a device would have half a block
+        (lambda: weight((N, 512), tile_size=64).pack(), 8, 4),  # or half of 128 columns
+        (lambda: weight((N, 1000), tile_size=128), 8, 1),  # the last block is short
+        (lambda: weight((N, 1000), tile_size=25).pack(), 8, 1),  # columns fill up the last 128
     ],
 )
-def test_what_no_boundary_divides_is_gathered(w, devices):
+def test_what_no_boundary_divides_is_gathered(w, devices, parts):
     w, bias = w(), normal(N)
     x = normal((M, w.shape[1]))
     args = put(make_mesh((devices,), ("x",)), x, w, bias, k_x="x", k_w="x", k_scale=None)
     compiled = jax.jit(jax_qmm.block_scaled_mm).lower(*args).compile()
     assert set(collectives(compiled)) == {"all-gather"}
+    (row,) = jax_qmm.explain(jax_qmm.block_scaled_mm, *args).rows
+    assert row.exchanged == f"gathers x, w along K over x (whole parts: {parts}, devices: {devices})"
     assert_close(compiled(*args), jax_qmm.block_scaled_mm(x, w, bias))
 
 

@@ -76,9 +76,13 @@ def test_partitions_without_needless_communication(operands, kind, sharding, wan
     out_sharding = want_spec if both_k and kind == AxisType.Explicit else None
     with jax.set_mesh(mesh):
         args = put(mesh, operands, sharding)
-        compiled = jax.jit(lambda *args: f32_azp(*args, out_sharding=out_sharding)).lower(*args).compile()
+        f = lambda *args: f32_azp(*args, out_sharding=out_sharding)
+        compiled = jax.jit(f).lower(*args).compile()
         got = compiled(*args)
+        (row,) = jax_qmm.explain(f, *args).rows
     assert collectives(compiled) == want
+    exchanged = {"gathers": "all-gather", "all-reduce": "all-reduce"}
+    assert [exchanged[words.split()[0]] for words in row.exchanged.split("; ") if words] == want
     assert got.sharding.is_equivalent_to(NamedSharding(mesh, want_spec), 2)
     np.testing.assert_array_equal(got, f32_azp(*operands))
 
