@@ -34,6 +34,9 @@ class QArray:
     int4 and int8 weights for products with float activations (`block_scaled_mm`) are best packed: `pack()` puts the
     values into the order that the kernels read, two int4 values a byte. All else of the QArray stays the same.
 
+    Where a product contracts several axes, its weight is best quantized and packed with these as one: reshaping it to
+    have them apart merges them in memory, so that the leaves have 1 for each but the last.
+
     Args:
       qvalue: int8, int4 or float8_e4m3fn array of any shape; with `qtype` any integers.
       scale: float32, bfloat16 or float16 array of the rank of `qvalue`.
@@ -56,6 +59,8 @@ class QArray:
       qtype: the dtype of the values, int8, int4 or float8_e4m3fn.
       tile_size: how many values of the last axis in memory share a scale; the last block may be shorter.
       stored_shape: the shape of the values in the order of their axes in memory.
+      values_shape: that with merged axes as in the leaves, the shape of an unpacked `qvalue`.
+      merged_axes: how many of the last axes in memory are merged; 0 for none.
       is_packed: whether `qvalue` is uint8 in the order of the kernels.
       nbytes: bytes of all leaves on a device, where int4 takes half a byte.
 
@@ -75,6 +80,7 @@ class QArray:
     _permutation: tuple[int, ...]
     _tile_size: int | None  # None where the blocks of the last axis are equal
     _packed: tuple[str, int] | None  # the qtype, and the columns that fill up the last axis
+    _merged: tuple[int, ...]  # the sizes of merged axes
 
     def __init__(
         self,
@@ -92,7 +98,7 @@ class QArray:
         check(self, tile_size)
         if tile_size and (scale.shape[-1] <= 1 or scale.shape[-1] * tile_size == self.qvalue.shape[-1]):
             tile_size = None  # it follows from the shapes
-        self._permutation, self._tile_size, self._packed = (), tile_size and int(tile_size), None
+        self._permutation, self._tile_size, self._packed, self._merged = (), tile_size and int(tile_size), None, ()
 
     @classmethod
     def from_offset(
@@ -154,10 +160,18 @@ class QArray:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
+        return (*self.values_shape[: self.ndim - self.merged_axes], *self._merged)
+
+    @property
+    def values_shape(self) -> tuple[int, ...]:
         if self._packed is None:
             return self.qvalue.shape
         *leading, size = self.qvalue.shape
         return (*leading, size * packing.columns_a_byte(self.qtype) - self._packed[1])
+
+    @property
+    def merged_axes(self) -> int:
+        return len(self._merged)
 
     @property
     def is_packed(self) -> bool:
@@ -168,8 +182,8 @@ class QArray:
         return self.tile_along(self.ndim - 1)
 
     def tile_along(self, axis: int) -> int:
-        """How many values along one of the `stored_shape`'s axes share a scale; the last tile may be short."""
-        size, count = self.stored_shape[axis], self.scale.shape[axis]
+        """How many values along one of the `values_shape`'s axes share a scale; the last tile may be short."""
+        size, count = self.values_shape[axis], self.scale.shape[axis]
         return (axis == self.ndim - 1 and self._tile_size) or (1 if 0 in (size, count) else size // count)
 
     @property
@@ -230,6 +244,8 @@ class QArray:
     def reshape(self, *shape: int | Sequence[int]) -> Self:
         """The same values in another shape, where the scales go along.
 
+        Of packed values, or blocks, the last axis in memory can be split: into axes that are merged in memory.
+
         Args:
           shape: as in `jax.Array.reshape`; one size can be -1.
 
@@ -239,6 +255,8 @@ class QArray:
 
         >>> QArray(jnp.ones((6, 4), jnp.int8), jnp.ones((6, 1))).T.reshape(2, 2, 3, 2)
         QArray(int8[2,2,3,2], scale=float32[1,1,3,2], stored=[3,2,2,2])
+        >>> QArray(jnp.ones((4, 6), jnp.int8), jnp.ones((4, 1))).pack().reshape(4, 2, 3)
+        QArray(int8[4,2,3], scale=float32[4,1,1], merged=2, packed)
         """
         sizes: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         new = jax.eval_shape(lambda: jnp.empty(self.shape, jnp.int8).reshape(sizes)).shape
@@ -298,8 +316,9 @@ class QArray:
         >>> QArray(jnp.int8([[1, 2], [3, 4]]), jnp.ones((2, 1))).T.with_azp_adj(0).azp_adj.tolist()
         [[3], [7]]
         """
-        if self.is_packed:
-            raise ValueError(f"{self} is packed, needs to be plain for sums of its values: take its .unpack()")
+        if self.is_packed or self.merged_axes:
+            how = "has merged axes, needs to have one" if self.merged_axes else "is packed, needs to be plain"
+            raise ValueError(f"{self} {how} for sums of its values: take its .unpack()")
         axes = normalize_axis_tuple(axis, self.ndim, "axis")
         stored = self.storage_axes()
         sums = jnp.sum(self.qvalue, axis=tuple(stored[a] for a in axes), dtype=jnp.int32, keepdims=True)
@@ -307,7 +326,7 @@ class QArray:
 
     def along_values(self, leaf: jax.Array) -> jax.Array:
         """A scale or zero point with a value for each one of `qvalue` along the axes of which it has blocks."""
-        for axis, (count, size) in enumerate(zip(leaf.shape, self.stored_shape)):
+        for axis, (count, size) in enumerate(zip(leaf.shape, self.values_shape)):
             if count not in (1, size):
                 tile = self._tile_size if axis == leaf.ndim - 1 else None
                 leaf = reference.spread(leaf, tile or size // count, size, axis)
@@ -353,7 +372,7 @@ class QArray:
         zero_point = self.zero_point
         if zero_point is not None and zero_point.dtype == INT8:
             zero_point = zero_point.astype(INT32)
-        qvalue = packing.unpack(self.qvalue, self.qtype, self.stored_shape[-1])
+        qvalue = packing.unpack(self.qvalue, self.qtype, self.values_shape[-1])
         return self._replace(qvalue=qvalue, zero_point=zero_point, _packed=None)
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
@@ -368,6 +387,7 @@ class QArray:
         q = self.unpack()
         along = (None if leaf is None else q.along_values(leaf) for leaf in (q.scale, q.zero_point))
         out = reference.dequantize(q.qvalue, *along, dtype)
+        out = out.reshape(self.stored_shape) if self.merged_axes else out
         return jnp.transpose(out, self.storage_axes()) if self._permutation else out
 
     def __getitem__(self, index):
@@ -391,6 +411,7 @@ class QArray:
         if self._permutation:
             parts.append(f"stored=[{','.join(map(str, self.stored_shape))}]")
         parts += [] if self._tile_size is None else [f"tile_size={self._tile_size}"]
+        parts += [f"merged={self.merged_axes}"] if self.merged_axes else []
         parts += ["packed"] if self.is_packed else []
         return f"QArray({', '.join(parts)})"
 
@@ -400,7 +421,7 @@ class QArray:
         return new
 
     def _tags(self):
-        return self._permutation, self._tile_size, self._packed
+        return self._permutation, self._tile_size, self._packed, self._merged
 
     def tree_flatten_with_keys(self):
         children = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in LEAVES)
@@ -412,14 +433,14 @@ class QArray:
     @classmethod
     def tree_unflatten(cls, tags, children):
         new = object.__new__(cls)  # no checks: transformations put all sorts of objects in place of leaves
-        new.__dict__.update(zip(LEAVES, children), **dict(zip(("_permutation", "_tile_size", "_packed"), tags)))
+        new.__dict__.update(zip((*LEAVES, "_permutation", "_tile_size", "_packed", "_merged"), (*children, *tags)))
         return new
 
 
 def tags_from_json(tags):
     """The static tags of a QArray, of which JSON made lists."""
-    permutation, tile_size, packed = tags
-    return tuple(permutation), tile_size, None if packed is None else tuple(packed)
+    permutation, tile_size, packed, merged = tags
+    return tuple(permutation), tile_size, None if packed is None else tuple(packed), tuple(merged)
 
 
 jax.export.register_pytree_node_serialization(

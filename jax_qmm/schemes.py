@@ -13,7 +13,6 @@ import numpy as np
 from jax_qmm.dtypes import INT4, INT8, array_bytes, check_qtype
 from jax_qmm.ops.quantize import quantize
 from jax_qmm.qarray import QArray
-from jax_qmm.reference.packing import COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +192,8 @@ class _WeightOnly:
         """Quantizes a weight in blocks of its contracted axis, and packs it in the order that the kernels read.
 
         A block that is as long as all that is contracted, or longer, is a scale per channel. Where several axes are
-        contracted (the heads and features of an attention's output), blocks lie within the last of these: they have
-        the largest common divisor of its size and `tile_size`. It is then packed if the size of that axis is a multiple
-        of 128, and otherwise stays plain, to be packed at each call.
+        contracted (the heads and features of an attention's output), they are merged in memory: blocks and packed
+        columns are those of one axis. A product has to contract all of them.
 
         Args:
           kernel: float array of any shape.
@@ -208,17 +206,14 @@ class _WeightOnly:
         >>> W4A16().quantize_weight(jnp.ones((512, 8)), (-2,))
         QArray(int4[512,8], scale=float32[4,8], stored=[8,512], packed)
         >>> W8A16(tile_size=64, symmetric=False).quantize_weight(jnp.ones((4, 32, 8)), (-3, -2))
-        QArray(int8[4,32,8], scale=float32[4,1,8], zero_point=int32[4,1,8], stored=[8,4,32])
+        QArray(int8[4,32,8], scale=float32[1,2,8], zero_point=int8[1,2,8], stored=[8,4,32], merged=2, packed)
         """
         stored, back = _contracted_last(kernel, contracted)
-        *outer, inner = stored.shape[-len(contracted) :]
-        tile = self.tile_size
-        if tile is None or tile >= math.prod(outer) * inner:
-            granularity: Any = {"axis": tuple(range(-len(contracted), 0))}
-        else:
-            granularity = {"tile_size": math.gcd(tile, inner) if outer else tile}
-        q = quantize(stored, self.dtype, symmetric=self.symmetric, clip_search=self.clip_search, **granularity)
-        return (q if outer and inner % COLUMNS else q.pack()).transpose(back)
+        n = stored.ndim - len(contracted)
+        rows = stored.reshape(*stored.shape[:n], math.prod(stored.shape[n:]))
+        tile = None if self.tile_size is None or self.tile_size >= rows.shape[-1] else self.tile_size
+        q = quantize(rows, self.dtype, tile_size=tile, symmetric=self.symmetric, clip_search=self.clip_search)
+        return q.pack().reshape(stored.shape).transpose(back)
 
     def quantize_activation(self, x: jax.Array, n: int, sums: bool = False) -> jax.Array:
         """`x` as it is."""
@@ -322,6 +317,8 @@ def check_weight(q, scheme):
         raise ValueError(f"scheme has dtype {scheme.dtype}, needs that of the QArray, {q.qtype}")
     if q.is_packed and isinstance(scheme, W8A8):
         raise ValueError(f"{q} is packed, {scheme!r} needs it plain: take its .unpack()")
+    if q.merged_axes and isinstance(scheme, W8A8):
+        raise ValueError(f"{q} has merged axes, {scheme!r} needs a weight of its own: take its quantize_weight")
 
 
 def _contracted_last(kernel, contracted):

@@ -127,7 +127,8 @@ def test_reshape_keeps_the_values(shape, axis, view, new):
         (lambda: make((4, 6)), (24,)),  # rows have scales of their own
         (lambda: make((4, 6)).T, (24,)),
         (lambda: make((4, 6, 8), axis=(1, 2)).transpose(0, 2, 1), (4, 48)),
-        (lambda: make((4, 6), tile_size=3), (4, 2, 3)),
+        (lambda: make((4, 12), tile_size=4).reshape(4, 2, 6), (4, 3, 4)),
+        (lambda: make((4, 12), tile_size=4).reshape(4, 2, 6).transpose(0, 2, 1), (4, 12)),
         (lambda: make((4, 0)), (0,)),
         (lambda: make((0, 4)), (4, 0)),
     ],

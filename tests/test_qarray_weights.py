@@ -179,6 +179,9 @@ def test_integers_of_numpy_become_int4():
 
 
 ONE, Q4 = np.ones((1, 1), np.float32), np.ones((1, 6), ml_dtypes.int4)
+MERGED8 = QArray(np.ones((1, 6), np.int8), np.ones((1, 3), np.float32)).reshape(1, 2, 3)
+MERGED_ONE = QArray(np.ones((1, 6), np.int8), np.ones((1, 2), np.float32)).reshape(1, 2, 1, 3)
+MERGED_ROWS = QArray(np.ones(6, np.int8), np.ones(2, np.float32)).reshape(2, 3)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +238,27 @@ ONE, Q4 = np.ones((1, 1), np.float32), np.ones((1, 6), ml_dtypes.int4)
             "can't be packed: it needs int8 or int4",
         ),
         (lambda: QArray(Q4, ONE).pack().with_azp_adj(1), ValueError, "is packed, needs to be plain for sums"),
-        (lambda: QArray(Q4, ONE).pack().reshape(2, 3), ValueError, "has no shape"),
+        (lambda: jax_qmm.quantize(np.ones((2, 6), np.float32)).pack().reshape(3, 4), ValueError, "has no shape"),
+        (
+            lambda: QArray(Q4, ONE).pack().reshape(1, 2, 3).with_azp_adj(1),
+            ValueError,
+            "has merged axes, needs to have one for sums",
+        ),
+        (
+            lambda: jax_qmm.einsum("bhd,nhd->bn", np.ones((1, 2, 3), np.float32), MERGED8, scheme=jax_qmm.W8A8()),
+            ValueError,
+            "has merged axes, W8A8.* needs a weight of its own",
+        ),
+        (
+            lambda: jax_qmm.einsum("bhed,nhed->bn", np.ones((1, 2, 5, 3), np.float32), MERGED_ONE),
+            ValueError,
+            "has merged axes, needs all of each contracted axis",
+        ),
+        (
+            lambda: jax_qmm.block_scaled_mm(np.ones((2, 3), np.float32), MERGED_ROWS),
+            ValueError,
+            "w is .* apart in memory",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, error, message):
@@ -247,6 +270,33 @@ def test_an_axis_in_one_piece_may_be_packed_and_have_blocks():
     q, dense = weight((6, 300), INT4, 128)
     np.testing.assert_array_equal(q.pack().reshape(2, 3, 300).dequantize(), dense.reshape(2, 3, 300))
     np.testing.assert_array_equal(q.pack().T.reshape(300, 3, 2).dequantize(), dense.T.reshape(300, 3, 2))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tile_size", [64, 75, None])
+@pytest.mark.parametrize("zero_point", [None, "int"])
+def test_axes_that_are_merged_in_memory(packed, tile_size, zero_point):
+    """What has one axis of 300 for the kernels has axes of 4, 3 and 25 for its user."""
+    q, dense = weight((6, 300), INT4, tile_size, zero_point)
+    q, dense = q.pack() if packed else q, np.asarray(dense).reshape(6, 4, 3, 25)
+    apart = q.reshape(6, 4, 3, 25)
+    assert apart.shape == apart.stored_shape == (6, 4, 3, 25) and apart.size == 1800 and apart.nbytes == q.nbytes
+    if packed or tile_size:
+        assert apart.merged_axes == 3 and apart.values_shape == (6, 1, 1, 300) and apart.tile_size == q.tile_size
+        assert "merged=3" in repr(apart)
+    kernel = apart.transpose(1, 2, 3, 0)
+    mixed = apart.transpose(3, 0, 2, 1)
+    for view, order in ((apart, (0, 1, 2, 3)), (kernel, (1, 2, 3, 0)), (mixed, (3, 0, 2, 1))):
+        for each in (view, view.unpack(), view.pack(), jax.tree.map(lambda leaf: leaf, view)):
+            assert each.shape == dense.transpose(order).shape
+            np.testing.assert_array_equal(each.dequantize(), dense.transpose(order))
+    assert_same(apart.reshape(6, 300), q)
+    assert_same(kernel.reshape(300, 6), q.T)
+    np.testing.assert_array_equal(apart.reshape(2, 3, 4, 3, 25).dequantize(), dense.reshape(2, 3, 4, 3, 25))
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), kernel)
+    np.testing.assert_array_equal(jax.vmap(lambda q: q.dequantize())(stacked)[1], kernel.dequantize())
+    exported = jax.export.export(jax.jit(lambda q: q), platforms=["cpu"])(kernel)
+    assert_same(jax.export.deserialize(exported.serialize()).call(kernel), kernel)
 
 
 @pytest.mark.parametrize("tile_size", [None, 100, 128])

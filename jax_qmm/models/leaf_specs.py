@@ -21,7 +21,8 @@ def leaf_specs(q: QArray, spec: PartitionSpec, mesh: Any = None) -> QArray:
     Returns:
       `q` with a PartitionSpec in place of each leaf. Scales, zero points and sums are replicated along the
       axes that share one. The last axis in memory is sharded at boundaries of its blocks, those of a packed `q` at
-      boundaries of 128 columns too; what the mesh does not divide there is replicated.
+      boundaries of 128 columns too; what the mesh does not divide there is replicated. Axes that are merged in memory
+      are sharded as the first of them, where the others are not.
 
     >>> import jax.numpy as jnp, jax_qmm
     >>> q = jax_qmm.quantize(jnp.ones((4, 8))).T  # (8, 4), stored (4, 8)
@@ -38,10 +39,13 @@ def leaf_specs(q: QArray, spec: PartitionSpec, mesh: Any = None) -> QArray:
     """
     stored = dict(zip(q.storage_axes(), spec))
     whole, last = q.qvalue.shape, q.ndim - 1
+    if q.merged_axes:
+        first, *others = (stored.pop(axis, None) for axis in range(q.ndim - q.merged_axes, q.ndim))
+        stored[last] = None if any(others) else first
     parts = _divides(q, stored.get(last), mesh or jax.sharding.get_abstract_mesh())
 
     def entry(axis, size):
-        if axis == last and (q.is_packed or size != whole[axis]):
+        if axis == last and (q.is_packed or q.merged_axes or size != whole[axis]):
             return stored.get(axis) if parts and size != 1 else None
         return stored.get(axis) if size == whole[axis] else None
 
@@ -52,10 +56,10 @@ def _divides(q, names, mesh):
     """Whether the mesh axes `names` divide the last axis in memory at boundaries of its blocks and packed columns."""
     if q.ndim == 0 or names is None:
         return False
-    size = q.stored_shape[-1]
+    first, size = q.stored_shape[q.ndim - max(q.merged_axes, 1)], q.values_shape[-1]
     unit = math.lcm(q.tile_size if q.scale.shape[-1] != 1 else 1, COLUMNS if q.is_packed else 1)
     devices = math.prod(mesh.shape.get(name, 1) for name in (names if isinstance(names, tuple) else (names,)))
-    return size % unit == 0 and size // unit % devices == 0
+    return first % devices == 0 and size % unit == 0 and size // unit % devices == 0
 
 
 def leaf_shardings(q: QArray, sharding: NamedSharding) -> QArray:

@@ -29,6 +29,8 @@ def block_quantized_mm(x, w, bias, **params):
             raise TypeError(f"{name} has values of {q.qtype}; beside a QArray it needs int8 or float8_e4m3fn")
         if q.is_packed:
             raise ValueError(f"{name} is {q}; it needs to be plain, as products of two QArrays read it: its .unpack()")
+        if q.merged_axes:
+            raise ValueError(f"{name} is {q}; it needs each axis apart in memory")
     if x.qtype != w.qtype:
         raise TypeError(f"x has values of {x.qtype} and w of {w.qtype}; they need the same")
     if x.zero_point is not None and jnp.issubdtype(x.zero_point.dtype, jnp.floating):

@@ -124,6 +124,8 @@ def block_scaled_mm(
 def _leaves(w):
     """The values of w as `(N, K)`, its scale and zero point as `(N, G)`, and the columns of a block."""
     n, axis = w.shape[0], w.storage_axes()[0]
+    if w.merged_axes:
+        raise ValueError(f"w is {w}; its rows and columns need to be apart in memory")
     if axis == 1 and w.is_packed:
         raise ValueError(f"w is {w}, which is packed along N; it needs to be packed along K, the last axis in memory")
 

@@ -105,6 +105,8 @@ def _repeated(x, own, contracted, sizes):
         return x
     if not isinstance(x, QArray):
         return jnp.broadcast_to(x, shape)
+    if x.merged_axes:
+        raise ValueError(f"{x} has merged axes, needs all of each contracted axis: {shape}")
     stored = [shape[axis] for axis in map(x.storage_axes().index, range(x.ndim))]
     x = x.unpack()
     return x._replace(qvalue=jnp.broadcast_to(x.qvalue, stored), azp_adj=None)

@@ -136,8 +136,8 @@ def _check_operands(lhs, rhs):
         raise TypeError(f"rhs has values of {rhs.qtype}; it needs int8 or int4")
     if not isinstance(lhs, QArray):
         return float_operand("lhs", lhs), rhs
-    if lhs.qtype != INT8 or lhs.is_packed:
-        raise TypeError(f"lhs is {lhs}; it needs values of int8 that are not packed")
+    if lhs.qtype != INT8 or lhs.is_packed or lhs.merged_axes:
+        raise TypeError(f"lhs is {lhs}; it needs values of int8 that are not packed, each axis apart in memory")
     if lhs.zero_point is not None and lhs.zero_point.dtype != INT32:
         raise TypeError(f"lhs has zero points of {lhs.zero_point.dtype}; it needs int32")
     return lhs, rhs

@@ -19,8 +19,9 @@ REASONS = {
     "two_dtypes": "the operands are quantized to two dtypes",
     "blocks": "an operand has several scales within one axis",
     "scales_along_contraction": "scales vary along a contracted axis",
-    "weight_only": "int4, packed values and float zero points need a float operand that is not to be quantized",
+    "weight_only": "int4, packed values, merged axes and float zero points need a float operand that is to stay so",
     "packed": "an operand is packed along an axis that is not contracted, or as several with padding between",
+    "merged": "an operand has axes merged in memory that are not all contracted",
 }
 _PREFIX = "jax_qmm_dequantized_dot_"
 

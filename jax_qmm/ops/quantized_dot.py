@@ -21,6 +21,8 @@ def unserved(product, lhs, rhs):
         return "no_contraction"
     quantized = [(x, labels) for x, labels in ((lhs, product.lhs), (rhs, product.rhs)) if isinstance(x, QArray)]
     for x, labels in quantized:
+        if x.merged_axes:
+            return "weight_only"
         if not all(count in (1, size) for count, size in zip(x.scale.shape, x.stored_shape)):
             return "blocks"
         stored = dict(zip(labels, x.storage_axes()))

@@ -14,12 +14,12 @@ from jax_qmm.reference.packing import COLUMNS
 
 
 def is_weight_only(x: QArray) -> bool:
-    """Whether a QArray is for float activations: int4, packed, with float zero points, or with blocks in its rows."""
+    """Whether a QArray is for float activations: int4, packed, merged, with float zero points or blocks in rows."""
     if x.qtype not in WEIGHT_QTYPES:
         return False
     blocks = x.ndim > 0 and x.scale.shape[-1] not in (1, x.stored_shape[-1])
     float_zero_points = x.zero_point is not None and jnp.issubdtype(x.zero_point.dtype, jnp.floating)
-    return x.qtype == INT4 or x.is_packed or blocks or float_zero_points
+    return x.qtype == INT4 or x.is_packed or x.merged_axes > 0 or blocks or float_zero_points
 
 
 def unserved(product, lhs, rhs):
@@ -29,7 +29,9 @@ def unserved(product, lhs, rhs):
     w, own = (lhs, product.lhs) if isinstance(lhs, QArray) else (rhs, product.rhs)
     stored = dict(zip(own, w.storage_axes()))
     *outer, inner = sorted(stored[label] for label in product.contracted)
-    sizes, counts = w.stored_shape, w.scale.shape
+    if not {*range(w.ndim - w.merged_axes, w.ndim)} <= {*outer, inner}:
+        return "merged"
+    sizes, counts = w.values_shape, w.scale.shape
     if any(counts[axis] not in (1, sizes[axis]) for axis in range(w.ndim) if axis != inner):
         return "blocks"
     several = any(sizes[axis] != 1 for axis in outer)
@@ -70,10 +72,11 @@ def _weight(form, w, own):
     columns, first = form.shape(form.columns), len(form.batch) + len(form.columns)
     merged = lambda x: x.reshape(*x.shape[: len(form.batch)], math.prod(columns), math.prod(x.shape[first:]))
     shared = all(w.scale.shape[stored[label]] == 1 for label in form.contracted)
+    outer = [w.values_shape[stored[label]] for label in form.contracted[:-1]]
 
     def vector(leaf):
         leaf = transposed(leaf, axes)
-        blocks = leaf.shape[first:] if shared else (*form.shape(form.contracted[:-1]), leaf.shape[-1])
+        blocks = leaf.shape[first:] if shared else (*outer, leaf.shape[-1])
         return merged(jnp.broadcast_to(leaf, (*leaf.shape[: len(form.batch)], *columns, *blocks)))
 
     vectors = {"scale": vector(w.scale)}

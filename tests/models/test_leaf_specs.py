@@ -48,6 +48,26 @@ def test_the_last_axis_is_sharded_at_boundaries_of_blocks_and_of_128_columns(
     jax.device_put(q, leaf_shardings(q, sharding))
 
 
+@pytest.mark.parametrize(
+    "devices, heads, spec, want",
+    [
+        (4, 8, P("k"), "k"),  # two heads of 64 each
+        (8, 8, P("k"), None),  # half of 128 columns
+        (2, 3, P("k"), None),  # one and a half heads
+        (4, 8, P(None, "k"), None),  # a part of each head
+        (2, 8, P("k", "other"), None),
+    ],
+)
+def test_axes_that_are_merged_are_sharded_as_the_first(devices, heads, spec, want):
+    q = jax_qmm.W4A16(64).quantize_weight(jnp.ones((heads, 64 if heads == 8 else 256, 4)), (-3, -2))
+    specs = jax.tree.map(lambda each: each.spec, leaf_shardings(q, NamedSharding(mesh_of(devices), spec)))
+    assert (specs.qvalue, specs.scale) == (P(None, None, want),) * 2
+
+
+def mesh_of(devices):
+    return jax.make_mesh((devices, 1), ("k", "other"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
 def test_without_a_mesh_whole_blocks_are_sharded():
     q = jax_qmm.W4A16().quantize_weight(jnp.ones((384, 4)), (-2,))
     assert jax.tree.leaves(leaf_specs(q, P("k"))) == [P(None, "k")] * 2

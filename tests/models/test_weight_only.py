@@ -187,3 +187,40 @@ def test_nnx_restores_on_a_mesh(tmp_path):
     np.testing.assert_array_equal(kernel.dequantize(), layer.kernel[...].dequantize())
     want = layer(data(*X))
     np.testing.assert_allclose(restored(data(*X)), want, rtol=0, atol=2**-15 * abs(want).max())
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_an_attention_with_heads_of_any_size(kind, tmp_path):
+    """The output contracts heads and features, 4 times 48: blocks and packed columns are of all 192."""
+    x, rules = data(2, 5, 192), [Rule(".*", W4A16(64, symmetric=False))]
+    options = {"num_heads": 4, "kernel_init": init}
+    if kind == "nnx":
+        model = nnx.MultiHeadAttention(in_features=192, decode=False, rngs=nnx.Rngs(0), **options)
+        after, report = qnnx.quantize_model(model, rules)
+        graph, state = nnx.split(after)
+        kernels = {name: getattr(after, name).kernel[...] for name in ("query", "key", "value", "out")}
+        for name, kernel in kernels.items():
+            getattr(model, name).kernel = nnx.Param(kernel.dequantize())
+        run, dense = lambda state, x: nnx.merge(graph, state)(x), model(x)
+    else:
+        model = nn.MultiHeadDotProductAttention(**options)
+        variables = model.init(jax.random.key(0), x)
+        after, state, report = qlinen.quantize_model(model, variables, rules)
+        kernels = {name: layer["kernel"] for name, layer in state["params"].items()}
+        floats = jax.tree.map(lambda q: q.dequantize(), kernels, is_leaf=lambda q: isinstance(q, jax_qmm.QArray))
+        for name, kernel in floats.items():
+            variables["params"][name]["kernel"] = kernel
+        run, dense = after.apply, model.apply(variables, x)
+    assert [row.runs_on for row in report.quantized] == ["reference: platform cpu has no kernels"] * 4
+    assert kernels["out"].shape == (4, 48, 192) and kernels["out"].scale.shape == (192, 1, 3)
+    rows = jax_qmm.explain(run, state, x).rows
+    assert [(row.op, row.count) for row in rows] == [("block_scaled_mm (blocks of 64, packed, zero_point, bias)", 4)]
+    want = jax.jit(run)(state, x)
+    np.testing.assert_allclose(want, dense, rtol=0, atol=2**-14 * abs(dense).max())
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "model", jax.eval_shape(lambda: state))
+    np.testing.assert_array_equal(jax.jit(run)(restored, x), want)
+    gradient = jax.grad(lambda x: run(state, x).sum())(x)
+    assert gradient.shape == x.shape and np.isfinite(gradient).all()

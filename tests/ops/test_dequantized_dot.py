@@ -38,6 +38,11 @@ def normal(*shape, seed=0):
             jax_qmm.quantize(normal(6, 8), jnp.int4),
         ),
         "packed": lambda: ("mk,kn->mn", normal(5, 8), jax_qmm.quantize(normal(8, 6), jnp.int4, axis=0).pack()),
+        "merged": lambda: (
+            "md,nhd->mnh",
+            normal(5, 4),
+            jax_qmm.quantize(normal(6, 8), jnp.int4).pack().reshape(6, 2, 4),
+        ),
     }.items(),
     ids=REASONS,
 )

@@ -1,5 +1,7 @@
 """dot_general, einsum and matmul with a weight for float activations."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jax_qmm
 from jax_qmm import QArray
+from jax_qmm.models.leaf_specs import leaf_shardings
 
 BF16 = ml_dtypes.bfloat16
 
@@ -58,6 +61,28 @@ CASES = {
         (3, 2, 128),
         lambda: QArray(quantized(5, 2, 128).qvalue, jnp.asarray(normal(5, 1, 2))).pack(),
     ),
+    "merged axes": ("bhd,nhd->bn", (3, 4, 25), lambda: quantized(5, 100, tile_size=32).pack().reshape(5, 4, 25)),
+    "merged axes, one scale": ("bhd,nhd->bn", (3, 4, 25), lambda: quantized(5, 100).pack().reshape(5, 4, 25)),
+    "merged axes, plain": (
+        "bdh,nhd->bn",
+        (3, 24, 4),
+        lambda: quantized(5, 96, tile_size=32, symmetric=False).reshape(5, 4, 24),
+    ),
+    "a kernel with merged axes": (
+        "bthd,hdf->tbf",
+        (2, 3, 4, 24),
+        lambda: quantized(5, 96, tile_size=32).pack().reshape(5, 4, 24).transpose(1, 2, 0),
+    ),
+    "batched, with merged axes on the left": (
+        "gnhd,gbhd->gnb",
+        (2, 3, 4, 24),
+        lambda: quantized(2, 5, 96, tile_size=32).pack().reshape(2, 5, 4, 24),
+    ),
+    "merged axes and another one": (
+        "behd,nehd->bn",
+        (3, 2, 4, 32),
+        lambda: quantized(5, 2, 128, tile_size=64).pack().reshape(5, 2, 4, 32),
+    ),
     "two of which one is 1": ("bhd,nhd->bn", (3, 1, 100), lambda: quantized(5, 1, 100, tile_size=32).pack()),
     "a repeated contracted axis": ("bk,nk->bn", (3, 8), lambda: quantized(5, 1).pack()),
     "nothing to sum": ("bk,nk->bn", (3, 0), lambda: quantized(5, 0)),
@@ -69,7 +94,7 @@ CASES = {
 def test_is_the_product_with_the_dequantized_weight(case):
     equation, shape, make = CASES[case]
     x, w = normal(*shape), make()
-    left = case == "weight on the left"
+    left = "on the left" in case
     operands = lambda x, w: (w, x) if left else (x, w)
     f = lambda x: jax_qmm.einsum(equation, *operands(x, w))
     dense = np.asarray(w.dequantize())
@@ -136,6 +161,24 @@ def test_sharded_columns_and_rows_stay_where_they_are(kind):
     assert_close(got, x @ np.asarray(w.T.dequantize()))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_heads_that_are_merged_in_memory_are_sharded(kind):
+    """An attention's output: each device has some heads, and the sums are reduced once."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+    x, w = normal(4, 6, 8, 64), quantized(12, 512, tile_size=64).pack().reshape(12, 8, 64).transpose(1, 2, 0)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("x", None, "y", None)))
+        heads = jax.device_put(w, leaf_shardings(w, NamedSharding(mesh, P("y", None, None))))
+        assert heads.qvalue.sharding.spec == heads.scale.sharding.spec == P(None, None, "y")
+        spec = P("x", None, None) if kind == AxisType.Explicit else None
+        f = jax.jit(lambda x, w: jax_qmm.einsum("bthd,hdf->btf", x, w, out_sharding=spec))
+        compiled = f.lower(placed, heads).compile()
+        got = compiled(placed, heads)
+    assert re.findall(r" (all-\w+)\(", compiled.as_text()) == ["all-reduce"]
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("x", None, None)), 3)
+    assert_close(got, np.einsum("bthd,hdf->btf", x, w.dequantize()))
+
+
 @pytest.mark.parametrize(
     "equation, shape, w, why",
     [
@@ -144,6 +187,7 @@ def test_sharded_columns_and_rows_stay_where_they_are(kind):
         ("bhd,nhd->bn", (3, 2, 64), lambda: quantized(5, 2, 64, axis=(1, 2)).pack(), "padding between"),
         ("bhd,nhd->bn", (3, 2, 50), lambda: quantized(5, 2, 50, tile_size=32), "several scales within one axis"),
         ("b,n->bn", (3,), lambda: quantized(5), "no axis is contracted"),
+        ("bd,nhd->bnh", (3, 24), lambda: quantized(5, 96).pack().reshape(5, 4, 24), "merged in memory"),
     ],
 )
 def test_what_is_dequantized_instead(equation, shape, w, why):
