@@ -337,7 +337,8 @@ class QArray:
 
         That is one order for all kernels and all GPUs (`jax_qmm.reference.packing`), along the last axis in memory,
         which products contract: `quantize(kernel.T, jnp.int4, tile_size=128).pack().T` for a Flax kernel. Products take
-        a QArray that is not packed as well, and pack it at each call. `azp_adj` is left out.
+        a QArray that is not packed as well, and pack it at each call. `azp_adj` is left out. An axis that is sharded
+        off the boundaries of 128 columns is gathered, as by `unpack` and `dequantize`.
 
         Returns:
           A QArray with a uint8 `qvalue`, and int8 zero points if they are integers; itself where it is packed.

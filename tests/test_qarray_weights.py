@@ -309,6 +309,25 @@ def test_new_axes_of_one_leave_the_last_in_memory_last(tile_size):
         np.testing.assert_array_equal(got.T.reshape(300, 6).dequantize(), dense.T)
 
 
+@pytest.mark.parametrize("qtype", [INT4, INT8])
+@pytest.mark.parametrize("columns", [768, 1000])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_what_is_sharded_off_the_packed_columns_is_gathered(kind, columns, qtype):
+    """Four devices share 6 times 128 columns, or 1000 of 1024."""
+    q, dense = weight((8, columns), qtype, None)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+    sharding, x = NamedSharding(mesh, P("x", "y")), np.ones((3, columns), np.float32)
+    with jax.set_mesh(mesh):
+        put = lambda q: q._replace(qvalue=jax.device_put(q.qvalue, sharding))
+        assert_same(jax.jit(lambda q: q.pack())(put(q)), q.pack())
+        packed = put(q.pack())
+        assert_same(jax.jit(lambda q: q.unpack())(packed), q)
+        np.testing.assert_array_equal(jax.jit(lambda q: q.dequantize())(packed), dense)
+        gradient = jax.jit(jax.grad(lambda x, w: jax_qmm.block_scaled_mm(x, w).sum()))(x, packed)
+    error = np.abs(gradient - dense.sum(0))
+    assert (error <= 8 * 2**-23 * np.abs(dense).sum(0)).all()  # sums of 8 rows in float32
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("x", None), P("x", "y")])
 def test_packing_keeps_each_part_on_its_device(kind, spec):

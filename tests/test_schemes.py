@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jax_qmm
 
@@ -157,6 +158,20 @@ def test_several_contracted_axes_are_one_in_memory(shape, tile, blocks):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, *shape[:2])), jnp.float32)
     (row,) = jax_qmm.explain(lambda x, q: jax_qmm.einsum("bhd,hdf->bf", x, q, scheme=jax_qmm.W8A16(tile)), x, q).rows
     assert row.op.startswith("block_scaled_mm") and ", packed" in row.op
+
+
+@pytest.mark.parametrize("tile", [64, 100, 128, 256, None])
+@pytest.mark.parametrize("shape, contracted", [((768, 16), (0,)), ((8, 96, 16), (0, 1))])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_kernel_that_devices_share_off_the_boundaries_is_quantized(kind, shape, contracted, tile):
+    kernel = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        got = jax_qmm.W4A16(tile).quantize_weight(jax.device_put(kernel, NamedSharding(mesh, P("y"))), contracted)
+    want = jax_qmm.W4A16(tile).quantize_weight(kernel, contracted)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    np.testing.assert_array_equal(got.qvalue, want.qvalue)
+    np.testing.assert_allclose(got.scale, want.scale, rtol=2**-23)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_qmm import _compat, _extension
 from jax_qmm.dtypes import INT4, QTYPES, SCALE_DTYPES, WEIGHT_QTYPES, check_qtype
+from jax_qmm.explicit_axes import gathered_unless_divided
 from jax_qmm.ops import checks, dispatch
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.qarray import QArray
@@ -54,7 +55,8 @@ def quantize(
       qtype: `jnp.int8`, `jnp.int4` or `jnp.float8_e4m3fn`.
       axis: the axis or axes that share a scale: -1 for one scale per row, None (all) for one per tensor.
       tile_size: with a single `axis`, splits it into blocks of this many elements with a scale each. On the last axis
-        the last block may be shorter, on others it needs to divide the axis.
+        the last block may be shorter, on others it needs to divide the axis. Where the devices that share the axis
+        don't divide its blocks, it is gathered.
       symmetric: False adds a zero point in the range of int8 or int4.
       scale: static scale, a float array of shape () or broadcastable to the shape of the scale that is
         returned.
@@ -110,6 +112,7 @@ def quantize(
     tiled: Any = axes[0] if tile_size is not None and len(axes) == 1 else None
     if tile_size is not None:
         count = checks.tile_size(tile_size, tiled, x.shape)
+        x = gathered_unless_divided(x, tiled, count)
         if x.shape[tiled] % tile_size != 0:  # zeros change no range: an asymmetric one holds 0
             x = jnp.pad(x, [(0, 0)] * tiled + [(0, -x.shape[tiled] % tile_size)])
         scale_shape = (*shape[:tiled], count, *shape[tiled + 1 :])

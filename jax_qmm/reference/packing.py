@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qmm.dtypes import INT4
+from jax_qmm.explicit_axes import gathered_unless_divided
 
 COLUMNS = 128
 
@@ -32,6 +33,7 @@ def pack(q):
     """
     is_int4 = q.dtype == INT4
     *leading, k = q.shape
+    q = gathered_unless_divided(q, -1, 1 if k % COLUMNS else k // COLUMNS)
     q = jax.lax.bitcast_convert_type(q.astype(jnp.int8), jnp.uint8) + jnp.uint8(8 if is_int4 else 128)
     q = jnp.pad(q, [(0, 0)] * len(leading) + [(0, -k % COLUMNS)], constant_values=8 if is_int4 else 128)
     blocks = (*leading, -(-k // COLUMNS) * (1 if is_int4 else 2))
@@ -51,6 +53,8 @@ def unpack(packed, qtype, k):
     True
     """
     *leading, size = packed.shape
+    columns = size * columns_a_byte(qtype)
+    packed = gathered_unless_divided(packed, -1, 1 if k != columns else k // COLUMNS)
     blocks = (*leading, size // 64)
     if qtype == INT4:
         octets = packed.reshape(*blocks, 4, 4, 2, 2)  # t, w, p // 4, p % 4 // 2
@@ -58,5 +62,5 @@ def unpack(packed, qtype, k):
         q = (octets >> jnp.array([0, 4], jnp.uint8)[:, None, None] & 15) - jnp.uint8(8)  # p % 2 before t
     else:
         q = jnp.moveaxis(packed.reshape(*blocks, 4, 4, 2, 2), -4, -2) - jnp.uint8(128)
-    q = q.reshape(*leading, size * columns_a_byte(qtype))[..., :k]
+    q = q.reshape(*leading, columns)[..., :k]
     return jax.lax.bitcast_convert_type(q, jnp.int8).astype(qtype)

@@ -1,0 +1,24 @@
+"""Arrays whose types have a sharding, that on Explicit axes of a mesh: it is for the program to gather them."""
+
+import math
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jax_qmm import _compat
+
+
+def gathered_unless_divided(x: jax.Array, axis: int, parts: int) -> jax.Array:
+    """`x`, with `axis` gathered where Explicit axes share it among devices whose number does not divide `parts`.
+
+    On Auto axes, where the compiler gathers, it is `x` itself.
+    """
+    aval = jax.typeof(x)
+    if not _compat.explicit_mesh(aval):
+        return x
+    spec = [*aval.sharding.spec] + [None] * (x.ndim - len(aval.sharding.spec))
+    names = spec[axis] if isinstance(spec[axis], tuple) else () if spec[axis] is None else (spec[axis],)
+    if parts % math.prod(aval.sharding.mesh.shape[name] for name in names) == 0:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, aval.sharding.update(spec=PartitionSpec(*spec)))
