@@ -49,8 +49,9 @@ def block_scaled_mm(
 
     Sums are float32, and so is what follows them, `y = activation(sums + bias)`, rounded once to `out_dtype`. Each
     value less its zero point is exact. Of bfloat16 and float16 x the products may be with weights that are rounded to
-    the dtype of x once, in the range of float32: the error is at most that of a product of x with the dequantized
-    weights in its dtype. The reference does not round them.
+    the dtype of x once: the error of bfloat16 is at most that of a product of x with the dequantized weights in its
+    dtype. float16 weights are rounded with their rows scaled by powers of two, so that none overflows, and are off by
+    2^-11 of themselves or 2^-39 of the largest in their row. The reference does not round them.
 
     Where x has many rows, and more than 16 of float32, weights are dequantized once, to x's dtype, and XLA multiplies
     (float32 at its highest precision); `explain` says so. With symbolic sizes 16-bit x stays with the kernels.

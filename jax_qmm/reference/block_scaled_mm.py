@@ -58,8 +58,10 @@ def dequantized_once(
 ):
     """As `block_scaled_mm`, by a product of x and weights that are rounded to its dtype: what XLA has fast kernels for.
 
-    float16 has no range for every scale: there each row of weights is multiplied by a power of two, up to 2^15, and
-    the sums by its inverse. `dequantize` takes the place of `dequantized`.
+    float16 has no range for every scale: there each row of weights is multiplied by a power of two, which brings the
+    largest value that it can have to between 2^14 and 2^15, and its sums are multiplied by the inverse. So nothing
+    overflows, and a weight is off by 2^-11 of itself or 2^-39 of that largest value, whichever is more: weights below
+    2^-28 of it are subnormal in float16. `dequantize` takes the place of `dequantized`.
     """
     power = None
     if x.dtype == jnp.float16:
