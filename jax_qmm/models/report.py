@@ -1,6 +1,7 @@
 """What `quantize_model` did, layer by layer."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -118,9 +119,17 @@ def make_report(
         else:
             each = plan.conversions[path]
             op, words, error = each.use.op, str(each), errors.get(path)
-            runs_on = dispatch.runs_on(0 if isinstance(each.scheme, W8A8) else block_scaled_mm.OLDEST)
-            rows.append(LayerRow(path, op, words, runs_on, before[path], after[path], each.note, error))
+            rows.append(LayerRow(path, op, words, _runs_on(each), before[path], after[path], each.note, error))
     return Report(tuple(rows), plan.unused_rules, *totals)
+
+
+def _runs_on(conversion):
+    use, scheme = conversion.use, conversion.scheme
+    if isinstance(scheme, W8A8):
+        return dispatch.runs_on()
+    runs_on, k = dispatch.runs_on(block_scaled_mm.OLDEST), math.prod(use.shape[axis] for axis in use.contracted)
+    why = block_scaled_mm.unserved_blocks(scheme.tile_size or k, k)
+    return f"reference: {why}" if why and runs_on == "kernel" else runs_on
 
 
 def _change(before, after):

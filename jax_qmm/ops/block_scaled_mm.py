@@ -212,8 +212,11 @@ def _unserved(platform, devices, operands, *, num_batch, block, **params):
     *_, k = matmul_form.sizes(operands, num_batch)
     if why := _extension.fallback_reason(platform, devices, OLDEST):
         return why
-    if not isinstance(k, int):
-        return "K is symbolic"
+    return "K is symbolic" if not isinstance(k, int) else unserved_blocks(block, k)
+
+
+def unserved_blocks(block: int, k: int) -> str | None:
+    """Why kernels don't serve weights of k columns in such blocks; None where they do."""
     if k > _LONGEST_K:
         return f"K is {k}; kernels serve up to {_LONGEST_K}"
     if block < k and block % 16:

@@ -43,3 +43,13 @@ def test_a_layer_runs_where_its_scheme_has_kernels(monkeypatch):
     sizes = {"up": 1, "down": 1}
     rows = make_report(plan, sizes, sizes, (2, 2), {}).rows
     assert [row.runs_on for row in rows] == ["kernel", "reference: runs code for 7.5"]
+
+
+def test_blocks_that_no_kernel_takes_are_named(monkeypatch):
+    monkeypatch.setattr(_extension, "fallback_reason", lambda *where: None)
+    schemes = {"a": W4A16(24), "b": W4A16(48), "c": W4A16(None), "d": W4A16(500)}
+    use = KernelUse("LinearGeneral", (-3, -2), (4, 25, 256))
+    plan = Plan({name: Conversion(use, scheme) for name, scheme in schemes.items()}, {}, ())
+    rows = make_report(plan, dict.fromkeys(schemes, 1), dict.fromkeys(schemes, 1), (4, 4), {}).rows
+    why = "reference: blocks have 24 columns; kernels serve multiples of 16"
+    assert [row.runs_on for row in rows] == [why, "kernel", "kernel", "kernel"]
