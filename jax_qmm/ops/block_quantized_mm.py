@@ -59,7 +59,8 @@ def _in_blocks(q):
                 leaf = spread(leaf, q.tile_along(axes[axis]), q.shape[axis], axis)
         return leaf
 
-    sums = q.azp_adj if q.azp_adj is not None and q.azp_adj.shape == q.scale.shape else None
+    one_each = all(q.scale.shape[axis] == q.stored_shape[axis] for axis in axes[:-1])  # sums are of one row each
+    sums = q.azp_adj if q.azp_adj is not None and one_each and q.azp_adj.shape == q.scale.shape else None
     leaves = (None if leaf is None else of_rows(leaf) for leaf in (q.scale, q.zero_point, sums))
     return InBlocks(transposed(q.qvalue, axes), *leaves, q.tile_along(axes[-1]))
 

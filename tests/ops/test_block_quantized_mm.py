@@ -146,6 +146,13 @@ def test_kept_sums_are_those_of_the_values(symmetric):
     assert (error <= np.abs(x) @ step_w.T + step_x @ np.abs(w).T + step_x @ step_w.T).all()
 
 
+def test_sums_of_rows_that_share_a_scale_are_not_taken_for_those_of_a_row():
+    x, w = np.random.default_rng(0).normal(1, 1, (2, 6, 64)).astype(F32)
+    x = jax_qmm.quantize(x, symmetric=False)
+    with_sums, without = (jax_qmm.quantize(w, axis=(0, 1), sums=sums) for sums in (True, False))
+    np.testing.assert_array_equal(jax_qmm.block_scaled_mm(x, with_sums), jax_qmm.block_scaled_mm(x, without))
+
+
 def test_nan_and_infinity_stay_in_their_row(oracle):
     a, b = side((4,), 96, 32), side((5,), 96, 32, seed=1)
     a[1][1, 2], a[1][2, 0] = np.nan, np.inf
