@@ -13,6 +13,7 @@ import numpy as np
 from jax_qmm.dtypes import INT4, INT8, array_bytes, check_qtype
 from jax_qmm.ops.quantize import quantize
 from jax_qmm.qarray import QArray
+from jax_qmm.reference.quantize import spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class W8A8:
     """8-bit weights times 8-bit activations, both of the same type.
 
     Weights get one scale per output channel, and a zero point where they are not symmetric. Activations are quantized
-    inside the product: with scales computed from the data, or static ones where `activation_scale` is given.
+    inside the product: with scales computed from the data, or static ones where `activation_scale` is given. With
+    `tile_size` both sides have scales, and zero points, for blocks of what is contracted.
 
     Args:
       dtype: `jnp.int8` or `jnp.float8_e4m3fn`.
@@ -32,12 +34,21 @@ class W8A8:
         Also inside a transformation: the scheme may hold a tracer.
       activation_zero_point: static zero point, an int or an integer array of shape (); needed with a static
         scale when `symmetric` is False.
+      tile_size: the length of a block, of which a token and an output channel have a scale each; None for one scale for
+        all that is contracted. Kernels serve 32, 64, 128 and 256. Activations get the blocks of the weight where that
+        has several.
+      weight_tile: how many output channels and how much of what they contract share a scale of the weight; fp8 only.
+        The second is `tile_size`; None for one channel.
 
     Raises:
       TypeError, ValueError: for an argument that does not fit.
 
     >>> W8A8()
     W8A8(int8, per_token)
+    >>> W8A8(tile_size=128, symmetric=False)
+    W8A8(int8, blocks of 128, asymmetric)
+    >>> W8A8(jnp.float8_e4m3fn, tile_size=128, weight_tile=(128, 128))  # as DeepSeek-V3
+    W8A8(float8_e4m3fn, blocks of 128, weights in tiles of 128 x 128)
     >>> W8A8("int8", symmetric=False, activation_scale=0.1, activation_zero_point=-3)
     W8A8(int8, per_tensor static, asymmetric)
     >>> W8A8(weight_symmetric=False)
@@ -50,9 +61,13 @@ class W8A8:
     weight_symmetric: bool = True
     activation_scale: Any = None
     activation_zero_point: Any = None
+    tile_size: int | None = None
+    weight_tile: tuple[int, int] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", check_qtype("dtype", self.dtype))
+        object.__setattr__(self, "tile_size", _checked_tile_size(self.tile_size))
+        object.__setattr__(self, "weight_tile", self._checked_weight_tile())
         if self.activation not in ("per_token", "per_tensor"):
             raise ValueError(f"activation is {self.activation!r}, needs 'per_token' or 'per_tensor'")
         for name, flag in (("symmetric", self.symmetric), ("weight_symmetric", self.weight_symmetric)):
@@ -69,17 +84,36 @@ class W8A8:
                 f"activation_zero_point is {self.activation_zero_point}, needs "
                 + ("None with symmetric=True" if self.symmetric else "a value with symmetric=False")
             )
+        if self.tile_size is not None and (self.activation != "per_token" or self.activation_scale is not None):
+            what = "activation='per_tensor'" if self.activation_scale is None else "activation_scale"
+            raise ValueError(f"{what} was given with tile_size={self.tile_size}, where each block gets its own scale")
+
+    def _checked_weight_tile(self):
+        tile = self.weight_tile
+        if tile is None:
+            return None
+        if self.dtype == jnp.int8:
+            raise ValueError(f"weight_tile={tile} was given with dtype int8, needs float8_e4m3fn")
+        sizes = tuple(tile) if isinstance(tile, Sequence) else ()
+        if len(sizes) != 2 or not all(map(_is_positive_int, sizes)) or sizes[1] != self.tile_size:
+            raise ValueError(f"weight_tile is {tile!r}, needs a positive int and tile_size, which is {self.tile_size}")
+        return int(sizes[0]), int(sizes[1])
 
     def __str__(self):
         activation = self.activation if self.activation_scale is None else "per_tensor static"
+        activation = activation if self.tile_size is None else f"blocks of {self.tile_size}"
         weights = "" if self.weight_symmetric else ", weights asymmetric"
+        weights += "" if self.weight_tile is None else ", weights in tiles of {} x {}".format(*self.weight_tile)
         return f"{self.dtype}, {activation}{'' if self.symmetric else ', asymmetric'}{weights}"
 
     def __repr__(self):
         return f"W8A8({self})"
 
     def quantize_weight(self, kernel: jax.Array, contracted: Sequence[int]) -> QArray:
-        """Quantizes a weight per channel and stores its contracted axes last, as the kernels read them.
+        """Quantizes a weight per channel, or in blocks, and stores its contracted axes last, as the kernels read them.
+
+        Blocks of several contracted axes lie within the last of these, as in `W4A16`. Tiles of several channels lie
+        within the last axis of channels; where they don't divide it, each channel holds the scale of its tile.
 
         Args:
           kernel: float array of any shape.
@@ -91,13 +125,23 @@ class W8A8:
 
         >>> W8A8().quantize_weight(jnp.ones((3, 4, 5)), (-3,))
         QArray(int8[3,4,5], scale=float32[1,4,5], stored=[4,5,3])
+        >>> W8A8(tile_size=128).quantize_weight(jnp.ones((512, 8)), (-2,))
+        QArray(int8[512,8], scale=float32[4,8], stored=[8,512])
+        >>> W8A8("float8_e4m3fn", tile_size=128, weight_tile=(128, 128)).quantize_weight(jnp.ones((512, 256)), (-2,))
+        QArray(float8_e4m3fn[512,256], scale=float32[4,2], stored=[256,512])
         """
         stored, back = _contracted_last(kernel, contracted)
-        axis = tuple(range(-len(contracted), 0))
-        q = quantize(stored, self.dtype, axis=axis, symmetric=self.weight_symmetric, sums=not self.symmetric)
+        options = {
+            "symmetric": self.weight_symmetric,
+            "sums": not self.symmetric,
+            **_granularity(self.tile_size, stored.shape[-len(contracted) :]),
+        }
+        q, channels = quantize(stored, self.dtype, **options), stored.ndim - len(contracted) - 1
+        if self.weight_tile is not None and self.weight_tile[0] > 1 and channels >= 0:
+            q = _share_scales(stored, q, options, channels, self.weight_tile[0])
         return q.transpose(back)
 
-    def quantize_activation(self, x: jax.Array, n: int, sums: bool = False) -> QArray:
+    def quantize_activation(self, x: jax.Array, n: int, sums: bool = False, tile_size: int | None = None) -> QArray:
         """Quantizes the input of a product that contracts its last `n` axes.
 
         Args:
@@ -105,6 +149,8 @@ class W8A8:
           n: number of contracted axes.
           sums: True adds the sums over these axes, for a weight with zero points. They come from the pass that
             quantizes, but where one dynamic scale is of the whole tensor: then from a second read of the int8 values.
+            With `tile_size` they are of each block.
+          tile_size: that of the weight, in place of the scheme's if the scheme has one.
 
         Returns:
           A `QArray` of the shape of `x`, with the static scale if the scheme has one.
@@ -113,7 +159,12 @@ class W8A8:
         QArray(int8[5,3,4], scale=float32[5,1,1])
         >>> W8A8(activation_scale=0.5).quantize_activation(jnp.ones((5, 3, 4)), 2)
         QArray(int8[5,3,4], scale=float32[1,1,1])
+        >>> W8A8(tile_size=128).quantize_activation(jnp.ones((5, 512)), 1)
+        QArray(int8[5,512], scale=float32[5,4])
         """
+        if self.tile_size is not None:
+            granularity = _granularity(tile_size or self.tile_size, x.shape[-n:])
+            return quantize(x, self.dtype, symmetric=self.symmetric, sums=sums, **granularity)
         contracted, static = tuple(range(x.ndim - n, x.ndim)), self.activation_scale is not None
         per_row = sums if static else self.activation == "per_token"  # a static scale for each row, with its sum
         q = quantize(
@@ -171,10 +222,7 @@ class _WeightOnly:
     takes_calibration: ClassVar[bool] = False
 
     def __post_init__(self):
-        tile = self.tile_size
-        if tile is not None and (not isinstance(tile, (int, np.integer)) or isinstance(tile, bool) or tile < 1):
-            raise ValueError(f"tile_size is {tile!r}, needs a positive int, or None for one scale per channel")
-        object.__setattr__(self, "tile_size", tile if tile is None else int(tile))
+        object.__setattr__(self, "tile_size", _checked_tile_size(self.tile_size))
         for name in ("symmetric", "clip_search"):
             if not isinstance(flag := getattr(self, name), (bool, np.bool_)):
                 raise TypeError(f"{name} is {flag!r}, needs True or False")
@@ -326,6 +374,37 @@ def _contracted_last(kernel, contracted):
     last = [axis % kernel.ndim for axis in contracted]
     order = [axis for axis in range(kernel.ndim) if axis not in last] + last
     return kernel.transpose(order), [order.index(axis) for axis in range(kernel.ndim)]
+
+
+def _granularity(tile, sizes) -> dict[str, Any]:
+    """How `quantize` is to share scales within the last axes of an array, which have these sizes and are contracted."""
+    *outer, inner = sizes
+    if tile is None or tile >= math.prod(sizes):
+        return {"axis": tuple(range(-len(sizes), 0))}
+    return {"tile_size": math.gcd(tile, inner) if outer else tile}
+
+
+def _share_scales(x, q, options, axis, rows):
+    """`x` as `q`, which is quantized with these options, but with a scale for each `rows` along `axis`."""
+    size = x.shape[axis]
+    rows = min(rows, size)
+    padding = [(0, -size % rows if i == axis else 0) for i in range(x.ndim)]
+    scale = jnp.pad(q.scale, padding)
+    largest = scale.reshape(*scale.shape[:axis], -1, rows, *scale.shape[axis + 1 :]).max(axis + 1)
+    largest = jnp.maximum(largest, float(jnp.finfo(jnp.float32).tiny))  # tiles of zeros divide by it
+    of_rows = spread(largest, rows, size, axis)
+    q = quantize(x, q.qtype, scale=of_rows, **options)
+    return q if size % rows else q._replace(scale=largest)
+
+
+def _is_positive_int(size):
+    return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size > 0
+
+
+def _checked_tile_size(tile):
+    if tile is not None and not _is_positive_int(tile):
+        raise ValueError(f"tile_size is {tile!r}, needs a positive int, or None for one scale per channel")
+    return tile if tile is None else int(tile)
 
 
 def _check_scalar(name, value, kind):

@@ -122,7 +122,7 @@ def test_dequantized_products_are_named_with_the_reason():
     table = explain(lambda x, q: dot_general(x, q, (((1,), (1,)), ((), ()))), X, q)
     (row,) = table.rows
     assert row.op == "dequantized dot"
-    assert row.runs_on == "reference: scales vary along a contracted axis"
+    assert row.runs_on == "reference: each value along a contracted axis has a scale"
 
 
 def test_weights_in_another_order_are_named():

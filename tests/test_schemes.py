@@ -114,6 +114,15 @@ def test_activations_are_quantized_as_the_scheme_says(activation):
             TypeError,
             "activation_zero_point has dtype float32",
         ),
+        ({"tile_size": 0}, ValueError, "tile_size is 0, needs a positive int, or None"),
+        ({"tile_size": 64.0}, ValueError, "tile_size is 64.0, needs a positive int"),
+        ({"tile_size": 64, "activation": "per_tensor"}, ValueError, "activation='per_tensor' was given with tile_size"),
+        ({"tile_size": 64, "activation_scale": 0.5}, ValueError, "activation_scale was given with tile_size=64"),
+        ({"tile_size": 64, "weight_tile": (1, 64)}, ValueError, "weight_tile.* with dtype int8, needs float8_e4m3fn"),
+        ({"dtype": "fp8", "weight_tile": (8, 64)}, ValueError, "needs a positive int and tile_size, which is None"),
+        ({"dtype": "fp8", "tile_size": 64, "weight_tile": (8, 32)}, ValueError, "and tile_size, which is 64"),
+        ({"dtype": "fp8", "tile_size": 64, "weight_tile": (0, 64)}, ValueError, r"weight_tile is \(0, 64\), needs a"),
+        ({"dtype": "fp8", "tile_size": 64, "weight_tile": 64}, ValueError, "weight_tile is 64, needs a positive int"),
     ],
 )
 def test_a_bad_scheme_is_refused(options, error, message):
@@ -183,6 +192,56 @@ def test_a_clip_search_makes_the_squared_error_smaller(symmetric):
     )
     assert clipped < 0.97 * plain
     assert str(jax_qmm.W4A16(64, clip_search=True)) == "int4 weights, blocks of 64, clipped"
+
+
+@pytest.mark.parametrize("weight_symmetric", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_of_w8a8_get_blocks_and_their_sums(symmetric, weight_symmetric):
+    kernel = jnp.asarray(np.random.default_rng(0).normal(1, 1, size=(2, 300, 5)), jnp.float32)  # a stack of two
+    scheme = jax_qmm.W8A8(symmetric=symmetric, weight_symmetric=weight_symmetric, tile_size=64)
+    q = scheme.quantize_weight(kernel, (-2,))
+    want = jax_qmm.quantize(kernel.mT, tile_size=64, symmetric=weight_symmetric, sums=True)
+    assert q.shape == kernel.shape and q.tile_size == 64 and not q.is_packed
+    np.testing.assert_array_equal(q.dequantize(), want.dequantize().mT)
+    assert (q.azp_adj is None) == symmetric  # the sums that zero points of activations need
+    if not symmetric:
+        np.testing.assert_array_equal(q.azp_adj, want.azp_adj)
+    x = scheme.quantize_activation(kernel.mT, 1, sums=True)
+    assert x.scale.shape == x.azp_adj.shape == (2, 5, 5) and (x.zero_point is None) == symmetric
+    assert scheme.quantize_activation(kernel.mT, 1, tile_size=32).scale.shape == (2, 5, 10)
+    per_channel = dataclasses.replace(scheme, tile_size=300).quantize_weight(kernel, (-2,))
+    assert per_channel.scale.shape == (2, 5, 1) and scheme.why_not(kernel, (-2,)) is None
+
+
+@pytest.mark.parametrize("n, count", [(8, 2), (10, 10), (3, 1)])  # where tiles don't divide it, a scale for each
+def test_tiles_of_several_channels_share_a_scale(n, count):
+    kernel = np.random.default_rng(0).normal(size=(2, 40, n)).astype(np.float32)
+    kernel[0, :16, :4] = 0  # a tile of zeros, or part of one
+    scheme = jax_qmm.W8A8("fp8", tile_size=16, weight_tile=(4, 16))
+    q = scheme.quantize_weight(jnp.asarray(kernel), (-2,))
+    assert q.shape == kernel.shape and q.scale.shape == (2, count, 3) and q.tile_size == 16
+    got = np.asarray(q.dequantize())
+    for stack in range(2):
+        for k in range(0, 40, 16):
+            for first in range(0, n, 4):
+                tile = kernel[stack, k : k + 16, first : first + 4]
+                largest = abs(tile).max()
+                # Three bits of mantissa; below 2**-6 steps of 2**-9, where 448 stands for the largest
+                error = np.maximum(abs(tile) * 2.0**-4, largest / 448 * 2.0**-10) * (1 + 1e-6)
+                assert (abs(got[stack, k : k + 16, first : first + 4] - tile) <= error).all()
+                if largest:
+                    scale = np.asarray(q.along_values(q.scale))[stack, first, k]
+                    assert scale == np.float32(largest) / np.float32(448)
+
+
+def test_w8a8_with_blocks_compares_by_value_and_says_so():
+    assert jax_qmm.W8A8(tile_size=np.int64(64)) == jax_qmm.W8A8(tile_size=64) != jax_qmm.W8A8()
+    scheme = jax_qmm.W8A8("fp8", tile_size=128, weight_tile=[128, 128])  # as JSON has it
+    assert scheme == jax_qmm.W8A8("fp8", tile_size=128, weight_tile=(128, 128)) == scheme.with_static(None)
+    assert str(scheme) == "float8_e4m3fn, blocks of 128, weights in tiles of 128 x 128"
+    assert not scheme.takes_calibration and len({scheme, jax_qmm.W8A8("fp8", tile_size=128)}) == 2
+    words = str(jax_qmm.W8A8(tile_size=32, symmetric=False, weight_symmetric=False))
+    assert words == "int8, blocks of 32, asymmetric, weights asymmetric"
 
 
 def test_weight_only_schemes_leave_activations_as_they_are():

@@ -35,7 +35,7 @@ def block_quantized_mm(x, w, bias, **params):
         raise TypeError(f"x has values of {x.qtype} and w of {w.qtype}; they need the same")
     if x.zero_point is not None and jnp.issubdtype(x.zero_point.dtype, jnp.floating):
         raise TypeError(f"x has zero points of {x.zero_point.dtype}; it needs int32 ones")
-    return product_in_blocks(_in_blocks(x), _in_blocks(w), bias, num_batch=0, **params)
+    return product_in_blocks(in_blocks(x), in_blocks(w), bias, num_batch=0, **params)
 
 
 class InBlocks(NamedTuple):
@@ -48,21 +48,32 @@ class InBlocks(NamedTuple):
     block: int  # columns that share a scale
 
 
-def _in_blocks(q):
-    """A QArray `(..., K)` with its leaves in logical order and a scale for each row."""
-    axes = q.storage_axes()
+def in_blocks(q, contracted=1):
+    """A QArray `(..., *K)` with its leaves in logical order, a scale for each row, and all that is contracted in one.
+
+    Args:
+      q: of one scale for all of K, or blocks that lie within the last of its axes.
+      contracted: how many axes K has.
+    """
+    axes, first = q.storage_axes(), q.ndim - contracted
+    rows, whole = q.shape[:first], q.shape[first:]
+    counts = [q.scale.shape[axis] for axis in axes]
+    shared = all(count == 1 for count in counts[first:])
 
     def of_rows(leaf):
         leaf = transposed(leaf, axes)
-        for axis in range(q.ndim - 1):
-            if leaf.shape[axis] != q.shape[axis]:  # several rows share a scale
-                leaf = spread(leaf, q.tile_along(axes[axis]), q.shape[axis], axis)
-        return leaf
+        for axis in range(first):
+            if leaf.shape[axis] != rows[axis]:  # several rows share a scale
+                leaf = spread(leaf, q.tile_along(axes[axis]), rows[axis], axis)
+        blocks = (*leaf.shape[first:-1],) if shared else whole[:-1]
+        leaf = jnp.broadcast_to(leaf, (*rows, *blocks, leaf.shape[-1]))
+        return leaf.reshape(*rows, math.prod(leaf.shape[first:]))
 
-    one_each = all(q.scale.shape[axis] == q.stored_shape[axis] for axis in axes[:-1])  # sums are of one row each
-    sums = q.azp_adj if q.azp_adj is not None and one_each and q.azp_adj.shape == q.scale.shape else None
-    leaves = (None if leaf is None else of_rows(leaf) for leaf in (q.scale, q.zero_point, sums))
-    return InBlocks(transposed(q.qvalue, axes), *leaves, q.tile_along(axes[-1]))
+    # Sums are those of one row each, or they are computed anew.
+    known = q.azp_adj is not None and q.azp_adj.shape == q.scale.shape and counts[:first] == [*rows]
+    leaves = (None if leaf is None else of_rows(leaf) for leaf in (q.scale, q.zero_point, q.azp_adj if known else None))
+    values = transposed(q.qvalue, axes).reshape(*rows, math.prod(whole))
+    return InBlocks(values, *leaves, max(1, math.prod(whole)) if shared else q.tile_along(axes[-1]))
 
 
 def product_in_blocks(x: InBlocks, w: InBlocks, bias, **params):

@@ -145,6 +145,8 @@ def _check_operands(lhs, rhs):
 
 def _is_weight_only(form, lhs, rhs, scheme):
     """Whether lhs is to stay float; checks the granularities."""
+    if isinstance(scheme, W8A8) and scheme.tile_size is not None:
+        raise ValueError(f"scheme is {scheme!r}; convolutions need its tile_size to be None")
     of_channel = _scales_along(rhs, form.numbers.rhs_spec[0])
     weight_only = weight_only_conv.is_weight_only(rhs) or not of_channel
     if weight_only and (isinstance(lhs, QArray) or isinstance(scheme, W8A8)):

@@ -17,8 +17,8 @@ from jax_qmm.qarray import QArray
 REASONS = {
     "no_contraction": "no axis is contracted",
     "two_dtypes": "the operands are quantized to two dtypes",
-    "blocks": "an operand has several scales within one axis",
-    "scales_along_contraction": "scales vary along a contracted axis",
+    "blocks": "an operand has several scales within one axis, or two have different blocks",
+    "scales_along_contraction": "each value along a contracted axis has a scale",
     "weight_only": "int4, packed values, merged axes and float zero points need a float operand that is to stay so",
     "packed": "an operand is packed along an axis that is not contracted, or as several with padding between",
     "merged": "an operand has axes merged in memory that are not all contracted",
@@ -30,7 +30,7 @@ def dequantized_reason(jit_name):
     """Why a jit of this name in a jaxpr computes with dequantized operands; None if it is another function.
 
     >>> dequantized_reason("jax_qmm_dequantized_dot_blocks")
-    'an operand has several scales within one axis'
+    'an operand has several scales within one axis, or two have different blocks'
     """
     return REASONS.get(jit_name[len(_PREFIX) :]) if jit_name.startswith(_PREFIX) else None
 

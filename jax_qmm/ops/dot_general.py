@@ -4,10 +4,13 @@ What the QArray is decides how a float operand on the other side is multiplied:
 
 | QArray | float operand | kernel |
 | --- | --- | --- |
-| int8 or float8, scales for whole axes | quantized as the scheme says | `scaled_mm` |
+| int8 or float8, scales for whole axes | quantized as the scheme says | `scaled_mm`; with `tile_size` the next |
+| float8 with blocks of what is contracted, or int8 with such and a `W8A8` | likewise | `block_scaled_mm` |
 | int4, packed, with float zero points, or int8 with blocks in its rows in memory | as it is | `block_scaled_mm` |
 
-By default the scheme quantizes symmetrically and per token: one scale for all that is contracted. The result has the
+Two QArrays are multiplied by `scaled_mm`, or where one of them has blocks of what is contracted by `block_scaled_mm`.
+By default the scheme quantizes symmetrically and per token: one scale for all that is contracted. With `tile_size` a
+float operand gets the blocks of the QArray, or of that size where it has none. The result has the
 dtype that the product with the dequantized weight would have, unless `preferred_element_type` names another. Weights
 are best stored with the contracted axes last (`quantize(kernel.T).T` for a Flax kernel); stored otherwise they are
 transposed at each call.
@@ -19,9 +22,9 @@ QArrays are constants.
 Results are named "quantized_product" for `jax.checkpoint`: its policy `dots_saveable` sees the products of jax.lax
 alone, and `save_from_both_policies(dots_saveable, save_only_these_names("quantized_product"))` these too.
 
-Products that the kernels cannot compute (scales that vary along a contracted axis, float8 with blocks, blocks or the
-packed order along an axis that is not contracted, no contracted axis) are computed in floating point from dequantized
-operands; see `jax_qmm.ops.dequantized_dot` for how `explain` sees this.
+Products that the kernels cannot compute (a scale for each value of a contracted axis, blocks of two sizes, blocks or
+the packed order along an axis that is not contracted, no contracted axis) are computed in floating point from
+dequantized operands; see `jax_qmm.ops.dequantized_dot` for how `explain` sees this.
 """
 
 from typing import Any

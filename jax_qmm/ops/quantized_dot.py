@@ -19,18 +19,15 @@ def unserved(product, lhs, rhs):
     """Why scaled_mm does not take these two operands, a key of `dequantized_dot.REASONS`; None where it does."""
     if not product.contracted:
         return "no_contraction"
-    quantized = [(x, labels) for x, labels in ((lhs, product.lhs), (rhs, product.rhs)) if isinstance(x, QArray)]
-    for x, labels in quantized:
+    quantized = [x for x in (lhs, rhs) if isinstance(x, QArray)]
+    for x in quantized:
         if x.merged_axes:
             return "weight_only"
         if not all(count in (1, size) for count, size in zip(x.scale.shape, x.stored_shape)):
             return "blocks"
-        stored = dict(zip(labels, x.storage_axes()))
-        if any(x.scale.shape[stored[label]] != 1 for label in product.contracted):
-            return "scales_along_contraction"
-    if len({x.qtype for x, _ in quantized}) > 1:
+    if len({x.qtype for x in quantized}) > 1:
         return "two_dtypes"
-    return "weight_only" if any(is_weight_only(x) for x, _ in quantized) else None
+    return "weight_only" if any(map(is_weight_only, quantized)) else None
 
 
 class _Operand(NamedTuple):

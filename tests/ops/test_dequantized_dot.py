@@ -30,7 +30,7 @@ def normal(*shape, seed=0):
             jax_qmm.quantize(normal(5, 8)),
             jax_qmm.quantize(normal(6, 8), "float8_e4m3fn").T,
         ),
-        "blocks": lambda: ("mk,nk->mn", normal(5, 8), jax_qmm.quantize(normal(6, 8), FP8, tile_size=4)),
+        "blocks": lambda: ("mk,nk->mn", normal(5, 8), QArray(normal(6, 8).astype(FP8), jnp.ones((2, 1)))),
         "scales_along_contraction": lambda: ("mk,kn->mn", normal(5, 8), jax_qmm.quantize(normal(8, 6), axis=1)),
         "weight_only": lambda: (
             "mk,nk->mn",
