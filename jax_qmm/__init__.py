@@ -18,11 +18,12 @@ from jax_qmm.ops.quantize import quantize
 from jax_qmm.ops.scaled_mm import scaled_mm
 from jax_qmm.ops.zero_points import azp_adjustment, scaled_mm_azp, scaled_mm_azp_per_token, scaled_mm_zero_points
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W4A16, W8A8, W8A16, Rule
+from jax_qmm.schemes import W4A8, W4A16, W8A8, W8A16, Rule
 
 __all__ = [
     "QArray",
     "Rule",
+    "W4A8",
     "W4A16",
     "W8A16",
     "W8A8",

@@ -23,8 +23,9 @@ class OpRow:
 
     Attributes:
       op: "scaled_mm", "block_scaled_mm", "quantize" or "dequantized dot", with what belongs to it in parentheses;
-        "transpose" of quantized values, for a weight that is stored in another order than the kernel reads; or a
-        product of jax.lax that stayed float, as "dot_general" and "conv_general_dilated".
+        "expand" of int4 weights to int8, for int8 activations; "transpose" of quantized values, for a weight that is
+        stored in another order than the kernel reads; or a product of jax.lax that stayed float, as "dot_general" and
+        "conv_general_dilated".
       inputs: dtypes and shapes of the matrices, or of what is quantized; inside a shard_map those of one
         device.
       out: dtype and shape of the result.
@@ -193,6 +194,8 @@ def _describe(eqn, where):
         return "dequantized dot", avals, f"reference: {why}"
     if str(eqn.params.get("name", "")) == DEQUANTIZED_CONV:
         return "dequantized conv", avals[:2], f"XLA: weights dequantized once, then a convolution of {avals[0].dtype}"
+    if str(eqn.params.get("name", "")) == "jax_qmm_expanded":
+        return "expand", avals[:1], "XLA, at each call: no kernel reads int4 values beside int8 ones yet"
     if eqn.primitive.name in _FLOAT_PRODUCTS and jnp.issubdtype(avals[0].dtype, jnp.floating):
         return eqn.primitive.name, avals[:2], "XLA"
     return None

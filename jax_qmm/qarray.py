@@ -45,6 +45,9 @@ class QArray:
       azp_adj: int32 sums of `qvalue` over some axes, with those axes kept as 1, or over blocks, in the shape of
         `scale`, or None: by which a zero point of the other operand shifts a product. `quantize(x, sums=True)` and
         `with_azp_adj` make them.
+      scale_step: float array of the shape of `scale` with 1 on the axes that a product contracts, or None: a step of
+        which the scales are small integer multiples, so that the values less their zero points times these multiples
+        are int8. `W4A8` makes it.
       qtype: int8 or int4, to which the integers of `qvalue` are cast; None takes them as they are.
       tile_size: the length of a block on the last axis, needed where the blocks there are not equal.
 
@@ -77,6 +80,7 @@ class QArray:
     scale: jax.Array
     zero_point: jax.Array | None
     azp_adj: jax.Array | None
+    scale_step: jax.Array | None
     _permutation: tuple[int, ...]
     _tile_size: int | None  # None where the blocks of the last axis are equal
     _packed: tuple[str, int] | None  # the qtype, and the columns that fill up the last axis
@@ -88,11 +92,13 @@ class QArray:
         scale: jax.Array,
         zero_point: jax.Array | None = None,
         azp_adj: jax.Array | None = None,
+        scale_step: jax.Array | None = None,
         *,
         qtype: DTypeLike | None = None,
         tile_size: int | None = None,
     ):
-        self.qvalue, self.scale, self.zero_point, self.azp_adj = qvalue, scale, zero_point, azp_adj
+        self.qvalue, self.scale, self.zero_point = qvalue, scale, zero_point
+        self.azp_adj, self.scale_step = azp_adj, scale_step
         if qtype is not None:
             self.qvalue = cast("qvalue", qvalue, check_qtype("qtype", qtype, WEIGHT_QTYPES))
         check(self, tile_size)

@@ -14,6 +14,7 @@ LEAVES = {
     "scale": SCALE_DTYPES,
     "zero_point": (INT32, *SCALE_DTYPES),
     "azp_adj": (INT32,),
+    "scale_step": SCALE_DTYPES,
 }
 
 
@@ -22,7 +23,7 @@ def check(q, tile_size):
     for name, dtypes in LEAVES.items():
         leaf: Any = getattr(q, name)
         needs = ", ".join(map(str, dtypes))
-        if leaf is None and name in ("zero_point", "azp_adj"):
+        if leaf is None and name in ("zero_point", "azp_adj", "scale_step"):
             continue
         if leaf is None or not hasattr(leaf, "dtype"):
             raise TypeError(f"{name} is a {type(leaf).__name__}, needs an array of {needs}")
@@ -51,6 +52,11 @@ def check(q, tile_size):
         raise ValueError(
             f"azp_adj has shape {sums}, needs that of qvalue {shape} with 1 on summed axes, or that of scale, "
             f"{scale_shape}"
+        )
+    steps = scale_shape if q.scale_step is None else q.scale_step.shape
+    if len(steps) != len(scale_shape) or not all(step in (1, count) for step, count in zip(steps, scale_shape)):
+        raise ValueError(
+            f"scale_step has shape {steps}, needs that of scale {scale_shape} with 1 for what shares a step"
         )
 
 

@@ -1,4 +1,4 @@
-"""How to quantize a product (W8A8, W4A16, W8A16), and for which layers (Rule)."""
+"""How to quantize a product (W8A8, W4A8, W4A16, W8A16), and for which layers (Rule)."""
 
 import dataclasses
 import math
@@ -210,7 +210,7 @@ class W8A8:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _WeightOnly:
-    """What W4A16 and W8A16 share."""
+    """What W4A16, W8A16 and W4A8 share: how weights are quantized."""
 
     tile_size: int | None = 128
     symmetric: bool = True
@@ -259,11 +259,15 @@ class _WeightOnly:
         stored, back = _contracted_last(kernel, contracted)
         n = stored.ndim - len(contracted)
         rows = stored.reshape(*stored.shape[:n], math.prod(stored.shape[n:]))
-        tile = None if self.tile_size is None or self.tile_size >= rows.shape[-1] else self.tile_size
-        q = quantize(rows, self.dtype, tile_size=tile, symmetric=self.symmetric, clip_search=self.clip_search)
+        q = self._in_blocks(rows, rows.shape[-1:], clip_search=self.clip_search)
         return q.pack().reshape(stored.shape).transpose(back)
 
-    def quantize_activation(self, x: jax.Array, n: int, sums: bool = False) -> jax.Array:
+    def _in_blocks(self, x, contracted, **options) -> QArray:
+        """`x` in blocks of its last axes, which have the sizes `contracted`."""
+        granularity = _granularity(self.tile_size, contracted)
+        return quantize(x, self.dtype, symmetric=self.symmetric, **granularity, **options)
+
+    def quantize_activation(self, x: jax.Array, n: int, sums: bool = False) -> Any:
         """`x` as it is."""
         return x
 
@@ -322,7 +326,66 @@ class W8A16(_WeightOnly):
     dtype = INT8
 
 
-Scheme = W8A8 | W4A16 | W8A16
+class W4A8(_WeightOnly):
+    """4-bit weights times int8 activations, on the tensor cores' int8.
+
+    Weights have two levels of scales: one for each output channel, and for each block of `tile_size` a small integer by
+    which its values are multiplied. These products are int8, exactly, so that a product is that of `W8A8` with one
+    scale per channel. Activations get one scale per token, symmetric. Each call makes int8 of all weights first, which
+    `explain` shows: there is no kernel yet that does so on the way to the tensor cores.
+
+    Args:
+      tile_size, symmetric, clip_search: as in `W4A16`.
+
+    Raises:
+      TypeError, ValueError: for an argument that does not fit.
+
+    >>> W4A8(64, symmetric=False)
+    W4A8(int4 weights, blocks of 64, asymmetric, int8 activations)
+    """
+
+    dtype = INT4
+
+    def __str__(self):
+        return f"{super().__str__()}, int8 activations"
+
+    def quantize_weight(self, kernel: jax.Array, contracted: Sequence[int]) -> QArray:
+        """Quantizes a weight in blocks, as `W4A16` does, with scales that are multiples of one step per channel.
+
+        With r the largest distance of an int4 value from its block's zero point, `step` is the largest of
+        `scale * r / 127` in the channel, and a block's multiple is `scale / step` rounded, or less where r times it
+        would exceed 127. The weight is then quantized with these scales.
+
+        Args:
+          kernel, contracted: as in `W4A16`.
+
+        Returns:
+          A `QArray` with the shape of `kernel` and a `scale_step`. It is not packed.
+
+        >>> q = W4A8().quantize_weight(jnp.ones((512, 8)), (-2,))
+        >>> q
+        QArray(int4[512,8], scale=float32[4,8], scale_step=float32[1,8], stored=[8,512])
+        >>> round(float(q.scale[0, 0] / q.scale_step[0, 0]), 4)
+        15.0
+        """
+        stored, back = _contracted_last(kernel, contracted)
+        sizes = stored.shape[-len(contracted) :]
+        q = self._in_blocks(stored, sizes, clip_search=self.clip_search)
+        low, high = jnp.iinfo(INT4).min, jnp.iinfo(INT4).max
+        zero_point = jnp.zeros(q.scale.shape, jnp.int32) if q.zero_point is None else q.zero_point
+        reach = jnp.maximum(high - zero_point, zero_point - low)
+        largest = jnp.max(q.scale * reach, axis=tuple(range(-len(sizes), 0)), keepdims=True, initial=0.0)
+        step = jnp.where(largest < 127 * jnp.finfo(jnp.float32).tiny, 1.0, largest / 127)  # channels of zeros
+        multiple = jnp.clip(jnp.rint(q.scale / step), 1, 127 // reach)
+        q = self._in_blocks(stored, sizes, scale=multiple * step, zero_point=q.zero_point)
+        return q._replace(scale_step=step).transpose(back)
+
+    def quantize_activation(self, x: jax.Array, n: int, sums: bool = False) -> QArray:
+        """As `W8A8().quantize_activation`."""
+        return W8A8().quantize_activation(x, n, sums)
+
+
+Scheme = W8A8 | W4A8 | W4A16 | W8A16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +394,7 @@ class Rule:
 
     Args:
       path: regular expression that must match the whole path of the layer, such as "encoder.*attention.*".
-      scheme: a `W8A8`, `W4A16` or `W8A16`.
+      scheme: a `W8A8`, `W4A8`, `W4A16` or `W8A16`.
 
     Raises:
       TypeError, ValueError: for an argument that does not fit.
@@ -356,17 +419,19 @@ class Rule:
 def check_scheme(scheme):
     """Raises TypeError if `scheme` is no scheme."""
     if not isinstance(scheme, Scheme):
-        raise TypeError(f"scheme is {scheme!r}, needs a W8A8, W4A16 or W8A16")
+        raise TypeError(f"scheme is {scheme!r}, needs a W8A8, W4A8, W4A16 or W8A16")
 
 
 def check_weight(q, scheme):
     """Raises ValueError if `q` is no weight for `scheme`."""
     if q.qtype != scheme.dtype:
         raise ValueError(f"scheme has dtype {scheme.dtype}, needs that of the QArray, {q.qtype}")
-    if q.is_packed and isinstance(scheme, W8A8):
+    if q.is_packed and isinstance(scheme, W8A8 | W4A8):
         raise ValueError(f"{q} is packed, {scheme!r} needs it plain: take its .unpack()")
-    if q.merged_axes and isinstance(scheme, W8A8):
+    if q.merged_axes and isinstance(scheme, W8A8 | W4A8):
         raise ValueError(f"{q} has merged axes, {scheme!r} needs a weight of its own: take its quantize_weight")
+    if q.scale_step is None and isinstance(scheme, W4A8):
+        raise ValueError(f"{q} has no scale_step, {scheme!r} needs one, as its quantize_weight gives it")
 
 
 def _contracted_last(kernel, contracted):

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_qmm.models.leaf_specs import leaf_specs
 from jax_qmm.qarray import QArray, tags_from_json
-from jax_qmm.schemes import W4A16, W8A8, W8A16, Scheme
+from jax_qmm.schemes import W4A8, W4A16, W8A8, W8A16, Scheme
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -150,7 +150,7 @@ def _static_to_bytes(static):
 
 def _static_from_bytes(data):
     tags, name, fields, dtype = json.loads(bytes(data))
-    scheme = next(cls for cls in (W8A8, W4A16, W8A16) if cls.__name__ == name)
+    scheme = next(cls for cls in (W8A8, W4A8, W4A16, W8A16) if cls.__name__ == name)
     return tags_from_json(tags), scheme(**fields), jnp.dtype(dtype)
 
 

@@ -10,12 +10,12 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_qmm import _compat
 from jax_qmm.dtypes import SCALE_DTYPES
-from jax_qmm.ops import block_quantized_dot, checks, dequantized_dot, quantized_dot, weight_only_dot
+from jax_qmm.ops import block_quantized_dot, checks, dequantized_dot, expanded_dot, quantized_dot, weight_only_dot
 from jax_qmm.ops.fake_quantize import straight_through
 from jax_qmm.ops.product import Product
 from jax_qmm.ops.weight_only_dot import is_weight_only
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W8A8, check_scheme, check_weight
+from jax_qmm.schemes import W4A8, W8A8, check_scheme, check_weight
 
 
 def contract(lhs, rhs, labels, *, names, precision, preferred_element_type, out_sharding, scheme, bias):
@@ -79,6 +79,8 @@ def operand_scheme(scheme, sides):
         return None if is_weight_only(q) else W8A8(q.qtype), (None, None)
     check_scheme(scheme)
     check_weight(q, scheme)
+    if isinstance(scheme, W4A8):
+        return W8A8(), (None, None)  # its activations
     if not isinstance(scheme, W8A8):
         return None, (None, None)
     scale, zero_point = scheme.activation_scale, scheme.activation_zero_point
@@ -174,4 +176,6 @@ def _way(product, lhs, rhs):
     """The module of the op for these operands; its `unserved` says whether they have to be dequantized instead."""
     if product.scheme is None and not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         return weight_only_dot
+    if expanded_dot.has_steps(product, lhs, rhs):
+        return expanded_dot
     return block_quantized_dot if block_quantized_dot.has_blocks(product, lhs, rhs) else quantized_dot

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from random_arrays import data, init
 
 import jax_qmm
-from jax_qmm import W8A8, Rule, linen as qlinen, nnx as qnnx
+from jax_qmm import W4A8, W8A8, Rule, linen as qlinen, nnx as qnnx
 
 SCHEMES = [
     W8A8(tile_size=64),
@@ -90,6 +90,35 @@ def test_gradients_reach_the_input_and_the_bias(scheme):
     assert list(nnx.to_pure_dict(gradients[0])) == ["bias"]
     # K = 8 ones times the weights, in float32
     np.testing.assert_allclose(gradients[1], jnp.ones((8, 8)) @ w.T, rtol=0, atol=8 * 2**-23 * abs(w).sum(1).max())
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_4_bit_weights_and_8_bit_activations(kind):
+    scheme, x = W4A8(64, symmetric=False), data(*X)
+    if kind == "nnx":
+        model = Nnx(nnx.Rngs(0))
+        f, report = qnnx.quantize_model(model, [Rule(".*", scheme)], sensitivity=[x])
+        want, kernel = model(x), f.up.kernel[...]
+    else:
+        model, variables = Linen(), Linen().init(jax.random.key(0), x)
+        after, qvariables, report = qlinen.quantize_model(model, variables, [Rule(".*", scheme)], sensitivity=[x])
+        plain = nn.unbox(qvariables)
+        f, want, kernel = (
+            functools.partial(after.apply, plain),
+            model.apply(variables, x),
+            plain["params"]["up"]["kernel"],
+        )
+        exported = jax.export.export(jax.jit(after.apply), platforms=["cpu"])(plain, x)
+        got = jax.jit(after.apply)(plain, x)
+        np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(plain, x), got)
+    assert [row.scheme for row in report.quantized] == [str(scheme)] * 3
+    # Of 64 values the range is 4.7 sigma, which is 15 steps; the activations add little to that.
+    expected = 4.7 / 15 / 12**0.5
+    assert all(0.8 * expected < row.error < 1.3 * expected for row in report.quantized)
+    assert np.linalg.norm(f(x) - want) / np.linalg.norm(want) < 1.3 * expected * 3**0.5
+    ops = [row.op.split()[0] for row in jax_qmm.explain(f, x).rows]
+    assert ops == ["expand", "quantize", "scaled_mm"] * 3
+    assert kernel.qtype == jnp.int4 and kernel.nbytes == 256 * 384 // 2 + 384 * 4 * 8 + 384 * 4
 
 
 def test_stacked_layers_run_in_a_scan():

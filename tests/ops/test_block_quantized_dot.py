@@ -253,5 +253,5 @@ def test_schemes_that_do_not_fit_are_refused():
         jax_qmm.matmul(w, w.T, scheme=W8A8(tile_size=32))
     image, kernel = jnp.ones((1, 4, 4, 8)), jax_qmm.quantize(jnp.ones((4, 1, 1, 8)), axis=(1, 2, 3))
     numbers = ("NHWC", "OHWI", "NHWC")
-    with pytest.raises(ValueError, match="convolutions need its tile_size to be None"):
+    with pytest.raises(ValueError, match="convolutions take a W8A8 without tile_size"):
         jax_qmm.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=numbers, scheme=W8A8(tile_size=4))
