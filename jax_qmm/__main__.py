@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("python -m jax_qmm", description="Quantized matrix multiplication for JAX.")
     top.add_argument("--version", action="store_true", help="say which version this is, of jax and of the kernels too")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    demo = commands.add_parser("demo", help="train a small transformer on handwritten digits and quantize it five ways")
+    demo = commands.add_parser("demo", help="train a small transformer on handwritten digits and quantize it eight ways")
     demo.add_argument("--png", type=png_file, metavar="FILE", help="also draw the comparison as a PNG")
     demo.add_argument("--seed", type=int, default=0, help="of split, parameters and order (%(default)s)")
     demo.add_argument("--epochs", type=positive, default=20, help="passes over the images (%(default)s)")

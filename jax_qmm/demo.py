@@ -1,4 +1,4 @@
-"""`python -m jax_qmm demo`: a small transformer on handwritten digits, float32 and quantized five ways."""
+"""`python -m jax_qmm demo`: a small transformer on handwritten digits, float32 and quantized eight ways."""
 
 import dataclasses
 import time
@@ -32,6 +32,9 @@ SCHEMES = {
     "fp8 e4m3": jax_qmm.W8A8(dtype=jnp.float8_e4m3fn),
     "int8 weights": jax_qmm.W8A16(),
     "int4 weights": jax_qmm.W4A16(32, symmetric=False, clip_search=True),
+    "int8 blocks": jax_qmm.W8A8(tile_size=64),
+    "fp8 blocks": jax_qmm.W8A8(dtype=jnp.float8_e4m3fn, tile_size=64, weight_tile=(64, 64)),
+    "int4 x int8": jax_qmm.W4A8(32, symmetric=False, clip_search=True),
 }
 
 
@@ -227,10 +230,10 @@ def figure(results: list[Result], title: str) -> Figure:
         ("largest logit difference", [r.logit_difference for r in results], "{:.3f}"),
         (f"time per batch of {HELD_OUT}", [r.seconds * 1e3 for r in results], "{:.2f} ms"),
     ]
-    drawing = Figure(figsize=(12, 4.2), layout="constrained")
+    drawing = Figure(figsize=(12, 5.4), layout="constrained")
     drawing.suptitle(title, fontsize="medium", x=0.01, ha="left")
     names = [r.name for r in results]
-    colors = ["0.6", "C0", "C0", "C1", "C2", "C2"]
+    colors = ["0.6", "C0", "C0", "C1", "C2", "C2", "C0", "C1", "C2"]
     for axes, (quantity, values, text) in zip(drawing.subplots(1, len(panels), sharey=True), panels):
         bars = axes.barh(names, values, color=colors, height=0.6)
         axes.bar_label(bars, [text.format(value) for value in values], padding=4)

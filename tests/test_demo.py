@@ -66,8 +66,9 @@ def test_the_table_says_what_ran_where(results):
         (line,) = [line for line in text.splitlines() if line.startswith(r.name) and line.endswith(r.runs_on)]
         assert f"{r.accuracy:.1%}" in line and f"{r.logit_difference:.4f}" in line
     assert results[1].runs_on == "reference: platform cpu has no kernels"
-    assert text.count("14 of 15 layers quantized, not position (") == 3
+    assert text.count("14 of 15 layers quantized, not position (") == 6
     assert text.count("13 of 15 layers quantized, not embed (too small to gain") == 2
+    assert text.count("block_scaled_mm (blocks of 64") >= 2 and "expand" in text
     for operands in ("int8[500,8,64] x int8[128,64]", "float8_e4m3fn[500,64] x float8_e4m3fn[10,64]"):
         assert operands in text
 
