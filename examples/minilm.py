@@ -44,8 +44,11 @@ SCHEMES = {
     "int8 symmetric": jax_qmm.W8A8(),
     "int8 asymmetric": jax_qmm.W8A8(symmetric=False),
     "fp8 e4m3": jax_qmm.W8A8(dtype=jnp.float8_e4m3fn),
+    "int8 blocks": jax_qmm.W8A8(tile_size=128),
+    "fp8 blocks": jax_qmm.W8A8(dtype=jnp.float8_e4m3fn, tile_size=128, weight_tile=(128, 128)),
     "int8 weights": jax_qmm.W8A16(),
     "int4 weights": jax_qmm.W4A16(64, symmetric=False, clip_search=True),
+    "int4 x int8": jax_qmm.W4A8(64, symmetric=False, clip_search=True),
 }
 BLOCK_SIZES = {
     f"{tile or 'channel'}{'' if symmetric else ' asymmetric'}{' clipped' if clip else ''}": jax_qmm.W4A16(

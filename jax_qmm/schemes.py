@@ -353,8 +353,8 @@ class W4A8(_WeightOnly):
         """Quantizes a weight in blocks, as `W4A16` does, with scales that are multiples of one step per channel.
 
         With r the largest distance of an int4 value from its block's zero point, `step` is the largest of
-        `scale * r / 127` in the channel, and a block's multiple is `scale / step` rounded, or less where r times it
-        would exceed 127. The weight is then quantized with these scales.
+        `scale * r / 127` in the channel, and a block's multiple is the integer below or above `scale / step` that
+        gives the smaller squared error, of those for which r times it does not exceed 127.
 
         Args:
           kernel, contracted: as in `W4A16`.
@@ -376,7 +376,11 @@ class W4A8(_WeightOnly):
         reach = jnp.maximum(high - zero_point, zero_point - low)
         largest = jnp.max(q.scale * reach, axis=tuple(range(-len(sizes), 0)), keepdims=True, initial=0.0)
         step = jnp.where(largest < 127 * jnp.finfo(jnp.float32).tiny, 1.0, largest / 127)  # channels of zeros
-        multiple = jnp.clip(jnp.rint(q.scale / step), 1, 127 // reach)
+        below = jnp.clip(jnp.floor(q.scale / step), 1, 127 // reach)
+        multiples = below, jnp.minimum(below + 1, 127 // reach)
+        made = [self._in_blocks(stored, sizes, scale=each * step, zero_point=q.zero_point) for each in multiples]
+        errors = [_sums_like_scale(jnp.square(each.dequantize() - stored), each) for each in made]
+        multiple = jnp.where(errors[1] < errors[0], multiples[1], multiples[0])
         q = self._in_blocks(stored, sizes, scale=multiple * step, zero_point=q.zero_point)
         return q._replace(scale_step=step).transpose(back)
 
@@ -460,6 +464,15 @@ def _share_scales(x, q, options, axis, rows):
     of_rows = spread(largest, rows, size, axis)
     q = quantize(x, q.qtype, scale=of_rows, **options)
     return q if size % rows else q._replace(scale=largest)
+
+
+def _sums_like_scale(x, q):
+    """The sums of `x` over the blocks, within its last axis, and the whole axes that share a scale of `q`."""
+    count = q.scale.shape[-1]
+    tile = q.tile_size if count != 1 else max(x.shape[-1], 1)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * tile - x.shape[-1])])
+    x = x.reshape(*x.shape[:-1], count, tile).sum(-1)
+    return x.sum(tuple(axis for axis in range(x.ndim - 1) if q.scale.shape[axis] == 1), keepdims=True)
 
 
 def _is_positive_int(size):
