@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("python -m jax_qmm", description="Quantized matrix multiplication for JAX.")
     top.add_argument("--version", action="store_true", help="say which version this is, of jax and of the kernels too")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    demo = commands.add_parser("demo", help="train a small transformer on handwritten digits and quantize it eight ways")
+    demo = commands.add_parser(
+        "demo", help="train a small transformer on handwritten digits and quantize it eight ways"
+    )
     demo.add_argument("--png", type=png_file, metavar="FILE", help="also draw the comparison as a PNG")
     demo.add_argument("--seed", type=int, default=0, help="of split, parameters and order (%(default)s)")
     demo.add_argument("--epochs", type=positive, default=20, help="passes over the images (%(default)s)")
@@ -74,10 +76,11 @@ def parser() -> argparse.ArgumentParser:
     add_arguments(bench)
     bench.add_argument(
         "--scheme",
-        choices=["w8a8", "w4a16", "w8a16"],
+        choices=["w8a8", "w4a16", "w8a16", "w8a8-block", "fp8-block", "w4a8"],
         default="w8a8",
-        help="w8a8 measures products of 8-bit operands, w4a16 and w8a16 those of bfloat16 activations with packed "
-        "weights in blocks of 128, beside XLA's of bfloat16 (%(default)s)",
+        help="w8a8 measures products of 8-bit operands, the others those of bfloat16 activations with weights in "
+        "blocks of 128, beside XLA's of bfloat16: packed ones (w4a16, w8a16), and with activations that are quantized "
+        "too, in blocks (w8a8-block, fp8-block) or per token (w4a8) (%(default)s)",
     )
     bench.add_argument(
         "--peers",
@@ -167,7 +170,7 @@ def run_bench(*, scheme, model, shapes, m, dtype, peers, check, **options) -> No
             sys.exit(f"--scheme {scheme} is measured beside XLA's bfloat16 alone: leave --check, --peers and --png out")
         if dtype:
             sys.exit(f"--scheme {scheme} is measured with bfloat16 activations: leave --dtype out")
-        run = load("benchmark", "jax_qmm.bench.weight_only")
+        run = load("benchmark", "jax_qmm.bench.schemes")
         named = products(model=model, shapes=shapes, m=m, dtype=["int8"])
         return run.main(scheme=scheme, shapes=[product[:3] for product in named], **options)
     if options["png"]:  # now, not after minutes, if matplotlib is absent

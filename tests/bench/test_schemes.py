@@ -1,4 +1,4 @@
-"""`python -m jax_qmm bench --scheme w4a16`, on a stand-in for the extension and with times that are given."""
+"""`python -m jax_qmm bench --scheme w4a16` and others, on a stand-in for the extension, with times that are given."""
 
 import csv
 import re
@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+import jax_qmm
 from jax_qmm import __main__ as command_line
-from jax_qmm.bench import measure, weight_only
+from jax_qmm.bench import measure, schemes
 from jax_qmm.schemes import W8A16
 
 ARGUMENTS = ["--shapes", "8,256", "16,128", "--m", "1,32"]
@@ -21,7 +22,7 @@ def bench(kernels, monkeypatch):
     def jit_us(function, sets):
         assert len({id(operands[1]) for operands in sets}) > 1
         jax.block_until_ready(function(*sets[0]))
-        return 26.0 if function is weight_only.xla_bf16 else 13.0
+        return 26.0 if function is schemes.xla_bf16 else 13.0
 
     monkeypatch.setattr(measure, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(measure, "jit_us", jit_us)
@@ -43,9 +44,32 @@ def test_the_report(bench, scheme, bits, capsys, tmp_path):
     assert (rows[3]["m"], rows[3]["n"], rows[3]["k"], rows[3]["xla_bf16_most_us"]) == ("32", "16", "128", "26.000")
 
 
+@pytest.mark.parametrize(
+    "scheme, words, runs, nbytes",
+    [
+        ("w8a8-block", "int8, blocks of 128", "block_scaled_mm", 8 * 256 + 4 * 8 * 2),
+        ("fp8-block", "weights in tiles of 128 x 128", "block_scaled_mm", 8 * 256 + 4 * 2),
+        ("w4a8", "int4 weights, blocks of 128, int8 activations", "scaled_mm", 8 * 256 // 2 + 4 * 8 * 3),
+    ],
+)
+def test_quantized_activations(bench, scheme, words, runs, nbytes, capsys):
+    assert bench(scheme) == 0
+    out = capsys.readouterr().out
+    assert words in out and re.search(r"\b1979(\.0)? Tera-ops/s", out)  # the peak of 8 bits
+    *_, one, _ = next(part for part in out.split("\n\n") if "N 8, K 256" in part).splitlines()
+    us = (nbytes + 2 * 256 + 2 * 8) / 1e3
+    assert one.split()[:3] == ["1", "13.0", f"{us / 13:.0%}"]
+    operands = (
+        jax.ShapeDtypeStruct((4, 256), "bfloat16"),
+        schemes.SCHEMES[scheme].quantize_weight(np.ones((8, 256), np.float32), (1,)),
+    )
+    *_, op = jax_qmm.explain(schemes.product(schemes.SCHEMES[scheme]), *operands).rows
+    assert op.op.startswith(runs)
+
+
 def test_operations_bound_large_products(bench):
     rows = []
-    weight_only.measure_all("w4a16", [(32, 8, 256)], 1e30, 1e9, rows, [])
+    schemes.measure_all("w4a16", [(32, 8, 256)], 1e30, 1e9, rows, [])
     assert rows[0].roofline_us == pytest.approx(2 * 32 * 8 * 256 / 1e3)
 
 
@@ -54,9 +78,9 @@ def test_what_is_measured_is_the_packed_product():
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
         patch.setattr(measure, "jit_us", lambda function, sets: timed.setdefault(function.__name__, sets) and 1.0)
-        for call in weight_only.calls(W8A16(), (2, 8, 256), 100.0).values():
+        for call in schemes.calls(W8A16(), (2, 8, 256), 100.0).values():
             call()
-    (x, w), (_, other) = timed["block_scaled_mm"][:2]
+    (x, w), (_, other) = timed["ours"][:2]
     assert w.is_packed and w.shape == (8, 256) and x.dtype == "bfloat16" and (w.qvalue != other.qvalue).any()
     assert np.unique(w.qvalue).size > 100  # random ones: the clock depends on the operands
     assert timed["xla_bf16"][0][1].dtype == "bfloat16"
@@ -72,7 +96,7 @@ def test_an_interrupt_reports_what_there_is(bench, monkeypatch, capsys):
 
 def test_a_failure_of_one_leaves_the_rest(bench, monkeypatch, capsys):
     def jit_us(function, sets):
-        if function is weight_only.xla_bf16 and sets[0][0].shape[0] == 32:
+        if function is schemes.xla_bf16 and sets[0][0].shape[0] == 32:
             raise RuntimeError("out of memory\nmore")
         return 13.0
 

@@ -1,4 +1,4 @@
-"""`python -m jax_qmm bench --scheme w4a16`: products of float activations, against the roofline and XLA's bfloat16."""
+"""`python -m jax_qmm bench --scheme w4a16`: products of bfloat16 activations, the roofline and XLA's bfloat16."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,14 +12,22 @@ import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.bench import measure, report
 from jax_qmm.bench.report import Row, Shape
+from jax_qmm.dtypes import FLOAT8
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import W4A16, W8A16
+from jax_qmm.schemes import W4A8, W4A16, W8A8, W8A16, Scheme
 
-SCHEMES = {"w4a16": W4A16(), "w8a16": W8A16()}
+SCHEMES = {
+    "w4a16": W4A16(),
+    "w8a16": W8A16(),
+    "w8a8-block": W8A8(tile_size=128),
+    "fp8-block": W8A8(FLOAT8, tile_size=128, weight_tile=(128, 128)),
+    "w4a8": W4A8(),
+}
 LABELS = {"ours": ("jax_qmm in jit", None), "xla_bf16": ("bf16 XLA in jit", "ours")}
 NOTES = """\
-The bytes are those of the packed weight with its scales, of x and of the result, both bfloat16; the peak is that of
-dense bfloat16 products, half of that of 8 bits.
+The bytes are those of the weight with its scales, of x and of the result, both bfloat16. What quantizes x, and makes
+int8 of int4 weights, is in the time and not in the bytes. The peak is that of dense products of what is multiplied:
+8 bits, or bfloat16, which has half of it.
 A copy reads and writes: kernels that almost only read, those of small M, pass the roofline by several per cent.
 us: by JAX's profiler, in one program of many such calls, whose operands together exceed the L2 cache several times.
 Both are measured three times, each time in another random order; the times are the medians.
@@ -31,8 +39,22 @@ def xla_bf16(x, w):
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
 
-def nbytes(scheme: W4A16 | W8A16, shape: Shape) -> int:
-    """Bytes of x, of a packed weight with its scales, and of the result.
+def product(scheme: Scheme) -> Callable[[jax.Array, QArray], jax.Array]:
+    """The product of x `(M, K)` and a weight `(N, K)`, and all that the scheme does to them."""
+
+    def ours(x, w):
+        return jax_qmm.einsum("mk,nk->mn", x, w, scheme=scheme, preferred_element_type=jnp.bfloat16)
+
+    return ours
+
+
+def multiplies_8_bits(scheme: Scheme) -> bool:
+    """Whether activations are quantized."""
+    return isinstance(scheme, W8A8 | W4A8)
+
+
+def nbytes(scheme: Scheme, shape: Shape) -> int:
+    """Bytes of x, of a weight with its scales, and of the result.
 
     >>> nbytes(W4A16(), (1, 4096, 8192))  # values, scales, x and y
     17850368
@@ -45,19 +67,19 @@ def _weight(scheme, n, k, seed) -> QArray:
     return scheme.quantize_weight(jax.random.normal(jax.random.key(seed), (n, k)), (-1,))
 
 
-def calls(scheme: W4A16 | W8A16, shape: Shape, roofline_us: float) -> dict[str, Callable[[], float]]:
-    """What measures, inside jitted programs: `block_scaled_mm`, and XLA's product of bfloat16."""
+def calls(scheme: Scheme, shape: Shape, roofline_us: float) -> dict[str, Callable[[], float]]:
+    """What measures, inside jitted programs: the scheme's product, and XLA's of bfloat16."""
     m, n, k = shape
     x = lambda i: jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16)
-    packed = jax.jit(functools.partial(_weight, scheme, n, k))
+    weight = jax.jit(functools.partial(_weight, scheme, n, k))
     dense = lambda i: jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16)
 
-    def timed(function, weight, size):
-        sets = [(x(i), weight(i)) for i in range(measure.count_sets(size, 12))]
+    def timed(function, make, size):
+        sets = [(x(i), make(i)) for i in range(measure.count_sets(size, 12))]
         return measure.jit_us(function, measure.chain(sets, roofline_us))
 
     return {
-        "ours": lambda: timed(jax_qmm.block_scaled_mm, packed, nbytes(scheme, shape)),
+        "ours": lambda: timed(product(scheme), weight, nbytes(scheme, shape)),
         "xla_bf16": lambda: timed(xla_bf16, dense, 2 * (n * k + m * k + m * n)),
     }
 
@@ -73,7 +95,7 @@ def measure_all(
             size = nbytes(scheme, shape)
             roofline_us = 1e6 * max(size / bandwidth, 2 * m * n * k / peak)
             operands = jax.eval_shape(lambda: (jnp.zeros((m, k), jnp.bfloat16), _weight(scheme, n, k, 0)))
-            (op,) = jax_qmm.explain(jax_qmm.block_scaled_mm, *operands).rows
+            *_, op = jax_qmm.explain(product(scheme), *operands).rows  # what quantizes x comes before it
             row = Row(name, shape, {"scheme": name}, op.runs_on, size, roofline_us, LABELS)
             timed = calls(scheme, shape, roofline_us)
             for what in measure.turns(timed, str(shape)):
@@ -93,7 +115,7 @@ def measure_all(
 def main(*, scheme: str, shapes: Sequence[Shape], csv: Path | None) -> None:
     """Measures and prints the report, if interrupted of what there is; see `python -m jax_qmm bench --help`."""
     _, gpu = measure.open_gpu("bench")
-    peak = gpu.peak / 2
+    peak = gpu.peak if multiplies_8_bits(SCHEMES[scheme]) else gpu.peak / 2
     print(f"jax_qmm on {_extension.described_gpu()}, jax {jax.__version__}, {SCHEMES[scheme]}", flush=True)
     bandwidth = measure.copy_bandwidth()
     rows, failures = [], []
