@@ -176,6 +176,6 @@ def _way(product, lhs, rhs):
     """The module of the op for these operands; its `unserved` says whether they have to be dequantized instead."""
     if product.scheme is None and not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         return weight_only_dot
-    if expanded_dot.has_steps(product, lhs, rhs):
+    if expanded_dot.has_steps(lhs, rhs):
         return expanded_dot
     return block_quantized_dot if block_quantized_dot.has_blocks(product, lhs, rhs) else quantized_dot

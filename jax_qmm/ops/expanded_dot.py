@@ -1,4 +1,4 @@
-"""A product of labelled operands by scaled_mm, of which a weight is int4 with a `scale_step`: `W4A8`.
+"""A product of labelled operands of which one is int4 with a `scale_step`, as `W4A8` makes it, and the other of 8 bits.
 
 Its values times the multiples of their blocks are int8, with one scale for all that is contracted. They are made by XLA
 at each call, in a jit named "jax_qmm_expanded", so that `explain` can tell.
@@ -8,27 +8,33 @@ import jax
 import jax.numpy as jnp
 
 from jax_qmm.dtypes import INT8
-from jax_qmm.ops import quantized_dot
+from jax_qmm.ops import block_quantized_dot, quantized_dot
 from jax_qmm.qarray import QArray
 
 
-def has_steps(product, lhs, rhs):
-    """Whether a float operand is to be quantized, beside a QArray with a `scale_step`."""
-    return product.scheme is not None and any(isinstance(x, QArray) and x.scale_step is not None for x in (lhs, rhs))
+def has_steps(lhs, rhs):
+    """Whether an operand has a `scale_step`."""
+    return any(isinstance(x, QArray) and x.scale_step is not None for x in (lhs, rhs))
 
 
 def unserved(product, lhs, rhs):
-    """Why scaled_mm does not take these two operands, a key of `dequantized_dot.REASONS`; None where it does."""
-    return quantized_dot.unserved(product, *jax.eval_shape(_expanded, lhs, rhs))
+    """Why no kernel takes these two operands, a key of `dequantized_dot.REASONS`; None where one does."""
+    lhs, rhs = jax.eval_shape(_expanded, lhs, rhs)
+    return _of_int8(product, lhs, rhs).unserved(product, lhs, rhs)
 
 
 def dot(product, lhs, rhs, bias, static):
     """The product; a float operand has no static scale."""
-    return quantized_dot.dot(product, *_expanded(lhs, rhs), bias, static)
+    lhs, rhs = _expanded(lhs, rhs)
+    return _of_int8(product, lhs, rhs).dot(product, lhs, rhs, bias, static)
+
+
+def _of_int8(product, lhs, rhs):
+    return block_quantized_dot if block_quantized_dot.has_blocks(product, lhs, rhs) else quantized_dot
 
 
 def _expanded(*sides):
-    return tuple(jax_qmm_expanded(x) if isinstance(x, QArray) else x for x in sides)
+    return tuple(jax_qmm_expanded(x) if has_steps(x, None) else x for x in sides)
 
 
 @jax.jit

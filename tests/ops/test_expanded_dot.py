@@ -112,6 +112,18 @@ def test_what_does_not_fit_is_refused():
         jax_qmm.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=numbers, scheme=W4A8())
 
 
+@schemes
+@pytest.mark.parametrize("granularity", [{}, {"tile_size": 24}], ids=str)
+def test_two_qarrays(scheme, granularity):
+    x, w = jax_qmm.quantize(normal(3, 96), symmetric=False, **granularity), weight(scheme, 96, 8)
+    values, _ = expanded(w)
+    int8 = QArray(jnp.asarray(values.T, jnp.int8), w.scale_step)
+    np.testing.assert_array_equal(x @ w, x @ int8.T)
+    np.testing.assert_array_equal(w.T @ x.T, int8 @ x.T)
+    ops = [row.op.split()[0] for row in jax_qmm.explain(jax_qmm.matmul, x, w).rows]
+    assert ops == ["expand", "block_scaled_mm" if granularity else "scaled_mm"]
+
+
 def test_views_have_their_step():
     x, w = normal(3, 4, 32), weight(W4A8(32), 4, 32, 8, contracted=(0, 1))
     split, scheme = w.reshape(4, 32, 2, 4), W4A8(32)
