@@ -14,6 +14,7 @@
 
 #include "block_quantized_mm/block_quantized_mm.h"
 #include "block_scaled_mm/block_scaled_mm.h"
+#include "conv/conv.h"
 #include "core/archs.h"
 #include "core/gpu.h"
 #include "ffi/device.h"
@@ -265,6 +266,37 @@ void bind_block_quantized_mm(nb::module_& m) {
         "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
 }
 
+void bind_conv(nb::module_& m) {
+  nb::class_<Conv>(m, "ConvProblem", "A convolution, and the kernel that can compute it.")
+      .def(nb::new_([](int batch, int images, int pixels_of_image, int m, int k, int channels, int n, int groups,
+                       std::string const& out) {
+             Conv problem{};
+             problem.batch = batch;
+             problem.images = images;
+             problem.image = {1, 1, pixels_of_image};
+             problem.channels = channels;
+             problem.n = n;
+             problem.groups = groups;
+             problem.m = m;
+             problem.k = k;
+             problem.out_dtype = dtype(out);
+             return problem;
+           }),
+           nb::arg("batch"), nb::arg("images"), nb::arg("pixels_of_image"), nb::arg("m"), nb::arg("k"),
+           nb::arg("channels"), nb::arg("n"), nb::arg("groups"), nb::arg("out_dtype"),
+           "Of the result's pixels m, values in a window k, channels of a group and output channels n.")
+      .def(
+          "select",
+          [](Conv const& p, Gpu const& gpu) -> std::optional<std::string> {
+            auto const choice = select_conv(p, gpu);
+            if (!choice) return std::nullopt;
+            return describe_conv(*choice);
+          },
+          "The kernel that serves it on a GPU, in words; None where there is none.");
+  m.def("restrict_conv", restrict_conv, nb::arg("words"),
+        "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -317,4 +349,5 @@ NB_MODULE(_kernels, m) {
   bind_scaled_mm(m);
   bind_block_scaled_mm(m);
   bind_block_quantized_mm(m);
+  bind_conv(m);
 }

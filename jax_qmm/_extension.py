@@ -282,6 +282,16 @@ def describe_block_quantized_mm(product) -> str:
     return f"{as_compiled(kernels, words, on)} (by a formula, not measured)"
 
 
+def describe_conv(convolution) -> str:
+    """Likewise for a `ConvProblem`."""
+    kernels, _ = _load()
+    if kernels is None:
+        return ""
+    on = gpu()
+    words = kernels.ConvProblem(*convolution).select(on)
+    return f"{as_compiled(kernels, words, on)} (by a formula, not measured)"
+
+
 def _multiple_of_16(size):
     return -(-size // 16) * 16
 

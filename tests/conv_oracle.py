@@ -29,7 +29,7 @@ class Case:
 
     def numbers(self):
         """The axes of lhs, rhs and the result, as letters."""
-        spatial = "XYZ"[: len(self.taps)]
+        spatial = "XYZW"[: len(self.taps)]
         return f"N{spatial}C", f"O{spatial}I", f"N{spatial}C"
 
     def keywords(self):

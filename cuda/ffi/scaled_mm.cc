@@ -8,6 +8,7 @@
 #include "ffi/buffers.h"
 #include "ffi/device.h"
 #include "ffi/handlers.h"
+#include "ffi/output.h"
 #include "ffi/record.h"
 #include "ffi/vectors.h"
 
@@ -30,7 +31,6 @@ NamedVector<ScaledMm, Vector> const kVectors[] = {
 // Whether the vectors, the activation and the dtypes go together.
 ffi::Error check(ScaledMm const& p) {
   auto const refuse = [](std::string const& why) { return ffi::Error::InvalidArgument(why); };
-  std::string const out = std::string("out has dtype ") + dtype_name(p.out_dtype);
   if ((p.sums_a.data == nullptr) != (p.azp_b.data == nullptr)) {
     return refuse("sums_a and azp_b were not given together; either needs the other");
   }
@@ -41,16 +41,10 @@ ffi::Error check(ScaledMm const& p) {
       }
     }
   }
-  if (p.out_dtype == DType::kS32) {
-    if (needs_full_epilogue(p)) return refuse(out + ": raw sums, which take no activation, sums_a or azp_b");
+  if (p.out_dtype == DType::kS32 && needs_full_epilogue(p)) {
+    return refuse("out has dtype int32: raw sums, which take no activation, sums_a or azp_b");
   }
-  bool const narrow = bytes_of(p.out_dtype) == 1;
-  if (narrow && p.out_scale.data == nullptr) return refuse(out + "; it needs out_scale");
-  if (!narrow && p.out_scale.data != nullptr) return refuse(out + ", which has no scale; out_scale needs 8 bits");
-  if (p.out_dtype != DType::kS8 && p.out_zero_point.data != nullptr) {
-    return refuse(out + ", which has no zero point; out_zero_point needs int8");
-  }
-  return ffi::Error::Success();
+  return check_output(p);
 }
 
 ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs vectors, ffi::AnyBuffer out,

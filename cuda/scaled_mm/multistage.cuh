@@ -156,6 +156,7 @@ __device__ void multiply(typename C::Accumulator (&acc)[M][N][4], uint32_t const
 template <class C>
 struct Place {
   int l, first_m, first_n;  // of the block's tile
+  int end_n;                // where the columns end that it may have
   int slice, part;          // of the tile's K, and of its rows and columns, that the warp has
   int warp_m, warp_n;       // within the tile
   int k_begin, k_end;
@@ -168,6 +169,7 @@ struct Place {
     unsigned const rows_of_band = min(kRowsTogether, p.tiles_m - first_of_band);
     first_m = (first_of_band + in_band % rows_of_band) * C::kTileM;
     first_n = in_band / rows_of_band * C::kTileN;
+    end_n = p.n;
     l = blockIdx.x / (p.tiles_m * p.tiles_n);
     int const warp = threadIdx.x / 32;
     slice = warp / (C::kWarpsM * C::kWarpsN), part = warp % (C::kWarpsM * C::kWarpsN);
@@ -176,16 +178,21 @@ struct Place {
   }
 };
 
-// Adds the products of the warp's part to acc. `copy_more(k)` starts what further copies the stage from k on needs;
-// `multiplied(step)` is called when a step is in acc.
-template <class C, class CopyMore, class Multiplied>
-__device__ void sum_products(Params const& p, Place<C> const& at, uint32_t stages,
+// The rows of a of the block's tile.
+template <class C>
+__device__ Source<C, C::kTileM> rows_of_a(Params const& p, Place<C> const& at) {
+  return {p.a + at.l * p.a_batch_stride, at.first_m, p.m, p};
+}
+
+// Adds the products of the warp's part to acc. `from_a` copies as a Source does; `copy_more(k)` starts what further
+// copies the stage from k on needs; `multiplied(step)` is called when a step is in acc.
+template <class C, class FromA, class CopyMore, class Multiplied>
+__device__ void sum_products(Params const& p, Place<C> const& at, uint32_t stages, FromA const& from_a,
                              typename C::Accumulator (&acc)[C::kFragmentsM][C::kFragmentsN][4], CopyMore copy_more,
                              Multiplied multiplied) {
   constexpr int kM = C::kFragmentsM, kN = C::kFragmentsN;
   int const lane = threadIdx.x % 32;
-  Source<C, C::kTileM> const from_a(p.a + at.l * p.a_batch_stride, at.first_m, p.m, p);
-  Source<C, C::kTileN> const from_b(p.b + at.l * p.b_batch_stride, at.first_n, p.n, p);
+  Source<C, C::kTileN> const from_b(p.b + at.l * p.b_batch_stride, at.first_n, at.end_n, p);
 
   // The row and the half of 32 bytes that this lane gives the address of, for A: both halves of 8 rows after each
   // other, for B the other way round. The bits of a step are above those of a half, and so an exclusive or of both.

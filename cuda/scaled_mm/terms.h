@@ -78,10 +78,10 @@ __host__ __device__ auto map_terms(F f, AllTerms&&... terms) {
 
 // Modulo 2^32: only the whole sum must fit int32, not what it is made of.
 template <bool kFull>
-__device__ float subtract_zero_points(int32_t acc, Terms<kFull, Value> const& t) {
+__device__ int32_t subtract_zero_points(int32_t acc, Terms<kFull, Value> const& t) {
   uint32_t sum = static_cast<uint32_t>(acc) - static_cast<uint32_t>(t.azp) * static_cast<uint32_t>(t.azp_adj);
   if constexpr (kFull) sum -= static_cast<uint32_t>(t.sums_a) * static_cast<uint32_t>(t.azp_b);
-  return static_cast<float>(static_cast<int32_t>(sum));
+  return static_cast<int32_t>(sum);
 }
 
 // Sums of fp8 have no zero points.
@@ -90,9 +90,15 @@ __device__ float subtract_zero_points(float acc, Terms<kFull, Value> const&) {
   return acc;
 }
 
+// Of a sum without zero points.
+template <bool kFull, class Sum>
+__device__ float scale(Sum sum, Terms<kFull, Value> const& t) {
+  return fmaf(t.scale_a, t.scale_b * static_cast<float>(sum), t.bias);
+}
+
 template <bool kFull, class Sum>
 __device__ float apply(Sum sum, Terms<kFull, Value> const& t) {
-  return fmaf(t.scale_a, t.scale_b * subtract_zero_points(sum, t), t.bias);
+  return scale(subtract_zero_points(sum, t), t);
 }
 
 #endif

@@ -10,8 +10,8 @@ namespace jax_qmm::sm80 {
 // that lie side by side.
 template <class C, class Bits, class Sum>
 __device__ void write_part(Sum (&acc)[C::kFragmentsM][C::kFragmentsN][4], void* out, Params const& p,
-                           FullOutput const& output, int first_m, int first_n, Terms<true, Value> const* rows,
-                           Terms<true, Value> const* columns, Sum* part) {
+                           FullOutput const& output, int first_m, int first_n, int end_n,
+                           Terms<true, Value> const* rows, Terms<true, Value> const* columns, Sum* part) {
   using Whole = std::conditional_t<sizeof(Bits) == 1, uint2, uint4>;  // what a thread stores at once
   constexpr int kValues = sizeof(Whole) / sizeof(Bits);
   constexpr int kAcross = C::kWarpN / kValues;  // threads for a row
@@ -36,7 +36,7 @@ __device__ void write_part(Sum (&acc)[C::kFragmentsM][C::kFragmentsN][4], void* 
 #pragma unroll 1
     for (int r = lane / kAcross; r < 16; r += 32 / kAcross) {
       int const row = 16 * i + r, m = first_m + row;
-      if (m >= p.m || n >= p.n) continue;
+      if (m >= p.m || n >= end_n) continue;
       Sum sums[kValues];
       float values[kValues];
 #pragma unroll
@@ -44,7 +44,9 @@ __device__ void write_part(Sum (&acc)[C::kFragmentsM][C::kFragmentsN][4], void* 
 #pragma unroll
       for (int v = 0; v < kValues; ++v) {
         auto const pick = [](auto const& arg, auto of_row, auto of_column) { return arg.kOfRow ? of_row : of_column; };
-        values[v] = apply(sums[v], map_terms<Value>(pick, p.epilogue, rows[row], of_column[v]));
+        auto const terms = map_terms<Value>(pick, p.epilogue, rows[row], of_column[v]);
+        sums[v] = subtract_zero_points(sums[v], terms);
+        values[v] = scale(sums[v], terms);
       }
       Bits* const to = static_cast<Bits*>(out) + int64_t(m) * p.n + n;
       if (p.stores_whole) {
@@ -52,7 +54,7 @@ __device__ void write_part(Sum (&acc)[C::kFragmentsM][C::kFragmentsN][4], void* 
       } else {
 #pragma unroll
         for (int v = 0; v < kValues; ++v) {
-          if (n + v < p.n) to[v] = output.template round_one<Bits>(values[v], sums[v]);
+          if (n + v < end_n) to[v] = output.template round_one<Bits>(values[v], sums[v]);
         }
       }
     }
@@ -60,17 +62,23 @@ __device__ void write_part(Sum (&acc)[C::kFragmentsM][C::kFragmentsN][4], void* 
   }
 }
 
-// Brings the terms of the tile's rows and columns into shared memory, in place of the stages.
-template <class C>
-__device__ void load_terms(Params const& p, Place<C> const& at, uint8_t* shared) {
+// Brings the terms of the tile's rows and columns into shared memory, in place of the stages; `load_row(m, terms)`
+// those of a row.
+template <class C, class LoadRow>
+__device__ void load_terms(Params const& p, Place<C> const& at, uint8_t* shared, LoadRow load_row) {
   auto* const rows = reinterpret_cast<Terms<true, Value>*>(shared);
   auto* const columns = rows + C::kTileM;
   for (int i = threadIdx.x; i < C::kTileM; i += C::kThreads) {
-    if (at.first_m + i < p.m) p.epilogue.load_row(at.l, at.first_m + i, rows[i]);
+    if (at.first_m + i < p.m) load_row(at.first_m + i, rows[i]);
   }
   for (int i = threadIdx.x; i < C::kTileN; i += C::kThreads) {
-    if (at.first_n + i < p.n) p.epilogue.load_column(at.l, at.first_n + i, columns[i]);
+    if (at.first_n + i < at.end_n) p.epilogue.load_column(at.l, at.first_n + i, columns[i]);
   }
+}
+
+template <class C>
+__device__ void load_terms(Params const& p, Place<C> const& at, uint8_t* shared) {
+  load_terms(p, at, shared, [&](int m, Terms<true, Value>& terms) { p.epilogue.load_row(at.l, m, terms); });
 }
 
 // Writes a warp's part of the tile, when the terms are there.
@@ -84,7 +92,7 @@ __device__ void write_tile(Sum (&acc)[C::kFragmentsM][C::kFragmentsN][4], Params
   auto const write = [&](auto bits) {
     using Bits = decltype(bits);
     Bits* const out = static_cast<Bits*>(p.out) + at.l * p.out_batch_stride;
-    write_part<C, Bits>(acc, out, p, output, at.first_m + at.warp_m, at.first_n + at.warp_n, rows + at.warp_m,
+    write_part<C, Bits>(acc, out, p, output, at.first_m + at.warp_m, at.first_n + at.warp_n, at.end_n, rows + at.warp_m,
                         columns + at.warp_n, sums);
   };
   switch (bytes_of(output.dtype)) {

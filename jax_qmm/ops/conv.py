@@ -1,14 +1,16 @@
 """Convolutions of int8 with scales, zero points and bias applied to the sums."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jax.sharding import PartitionSpec
 
-from jax_qmm import _compat
+from jax_qmm import _compat, _extension
 from jax_qmm.dtypes import INT32
 from jax_qmm.ops import dispatch, matmul_form
 from jax_qmm.ops.pointwise_conv import as_product
@@ -63,15 +65,92 @@ def _abstract_eval(*operands, num_batch, window, out_dtype, **params):
     return lhs.update(shape=shape, dtype=out_dtype, weak_type=False, sharding=lhs.sharding.update(spec=spec))
 
 
-# Lowerings: to the reference, for the operands that one device holds; there is no kernel yet
+# Lowerings: to the kernel, and to the reference; each for the operands that one device holds
+
+
+def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype):
+    shape = _out_shape((lhs, rhs, *vectors), num_batch, window)
+    rank = len(window.strides)
+    labels = [label.replace("s", "s" * rank).replace("k", "k" * rank) for label in _labels(names)]
+    lhs, rhs, *vectors = matmul_form.fold([lhs, rhs, *vectors], labels, num_batch)
+    vectors = _with_sums(lhs, rhs, dict(zip(names, vectors)), window)
+    if (padded := _padded(rhs.shape[-1], window)) != rhs.shape[-1]:
+        lhs, rhs = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])]) for x in (lhs, rhs))
+    three = lambda sizes, other=1: (*(other,) * (_SPATIAL - rank), *sizes)
+    in_three = lambda x: x.reshape(*x.shape[:2], *three(x.shape[2:-1]), x.shape[-1])
+    result = (math.prod(shape[:num_batch]), shape[num_batch], *three(shape[num_batch + 1 : -1]), shape[-1])
+    out = jax.ffi.ffi_call("jax_qmm_conv", jax.ShapeDtypeStruct(result, out_dtype))(
+        *(in_three(lhs), in_three(rhs), *vectors.values()),
+        strides=np.array(three(window.strides), np.int32),
+        before=np.array(three([before for before, _ in window.padding], 0), np.int32),
+        dilation=np.array(three(window.rhs_dilation), np.int32),
+        groups=np.int32(window.groups),
+        names=" ".join(vectors),
+        activation=activation.name,
+        low=np.float32(activation.low),
+        high=np.float32(activation.high),
+    )
+    return out.reshape(shape)
+
+
+_SPATIAL = 3  # axes that kernels have
+_ALIGNED = 4  # channels: kernels copy 4 bytes at least
+_OLDEST = 80  # compute capability 8.0, the first that has the instructions
+
+
+def _padded(channels, window):
+    """Channels as kernels have them, with zeros behind: whole copies of 16, of few channels shorter ones."""
+    if window.groups > 1 or channels % _ALIGNED == 0:
+        return channels
+    return next((size for size in (4, 8) if size > channels), -(-channels // 16) * 16)
+
+
+def _with_sums(lhs, rhs, vectors, window):
+    """The vectors with the sums by which zero points shift those of the kernel, which takes lhs as it is, and outside
+    of an image its zero point."""
+    axes = tuple(range(2, rhs.ndim))
+    zero_point = vectors.get("zero_point_lhs")
+    if zero_point is None:
+        vectors.pop("sums_rhs", None)
+    else:
+        vectors["zero_point_lhs"] = zero_point.astype(jnp.int32)
+        vectors.setdefault("sums_rhs", jnp.sum(rhs, axes, dtype=jnp.int32))
+    if "zero_point_rhs" in vectors:
+        x = lhs.reshape(*lhs.shape[:-1], window.groups, rhs.shape[-1])
+        sums = jnp.sum(x, -1, dtype=jnp.int32)
+        if zero_point is not None:
+            sums -= rhs.shape[-1] * jnp.expand_dims(vectors["zero_point_lhs"], axes)
+        pads = [(0, 0, 0)] * 2 + [(*pair, 0) for pair in window.padding] + [(0, 0, 0)]
+        of_all = lambda sizes: (1, 1, *sizes, 1)
+        sums = jax.lax.reduce_window(
+            *(jax.lax.pad(sums, jnp.int32(0), pads), np.int32(0), jax.lax.add),
+            *(of_all(rhs.shape[2:-1]), of_all(window.strides), "VALID"),
+            window_dilation=of_all(window.rhs_dilation),
+        )
+        vectors["sums_lhs"] = sums.reshape(sums.shape[0], math.prod(sums.shape[1:]))
+    return vectors
 
 
 def _reference(lhs, rhs, *vectors, names, **params):
     return reference.conv(lhs, rhs, **params, **dict(zip(names, vectors)))
 
 
-def _unserved(platform, devices, operands, **params):
-    return "there are no kernels for convolutions yet, but for windows of one value"
+def _unserved(platform, devices, operands, *, num_batch, window, **params):
+    if why := _extension.fallback_reason(platform, devices, _OLDEST):
+        return why
+    lhs, rhs = (x.shape[num_batch:] for x in operands[:2])
+    rank, channels = len(window.strides), rhs[-1]
+    if rank > _SPATIAL:
+        return f"there are {rank} spatial axes; kernels serve up to {_SPATIAL}"
+    if not all(isinstance(size, int) for size in (*lhs[1:], *rhs)):
+        return "only the batch may be symbolic for kernels"
+    if any(by != 1 for by in window.lhs_dilation):
+        return "lhs is dilated, which kernels do not serve"
+    if math.prod(rhs[1:]) == 0:
+        return "the window has no values"
+    if window.groups > 1 and channels % _ALIGNED:
+        return f"groups have {channels} channels; kernels serve multiples of {_ALIGNED}"
+    return None
 
 
 def _describe(operands, results, *, names, num_batch, window, activation, **params):
@@ -82,6 +161,20 @@ def _describe(operands, results, *, names, num_batch, window, activation, **para
     if _compat.explicit_mesh(lhs) and any(lhs.sharding.spec[num_batch + 1 : -1]):
         terms.append("spatial axes gathered")
     return f"conv ({window.words(taps)}; {', '.join(terms) or 'sums'})", operands[:2]
+
+
+def _choice(operands, results, *, names, num_batch, window, out_dtype, **params):
+    shape, (_, *taps, channels) = _out_shape(operands, num_batch, window), operands[1].shape[num_batch:]
+    if not all(isinstance(size, int) for size in shape):
+        return "kernel, chosen at run time: the shapes are symbolic"
+    padded = _padded(channels, window)
+    pixels_of_image = math.prod(operands[0].shape[num_batch + 1 : -1])
+    m, k = math.prod(shape[num_batch:-1]), math.prod(taps) * padded
+    sizes = math.prod(shape[:num_batch]), shape[num_batch], pixels_of_image, m, k, padded, shape[-1], window.groups
+    words = [_extension.describe_conv((*sizes, str(out_dtype)))]
+    words += [f"channels padded to {padded} at each call"] if padded != channels else []
+    words += ["sums of windows by XLA"] if "zero_point_rhs" in names else []
+    return ", ".join(words)
 
 
 # Batching
@@ -147,12 +240,12 @@ def _partitioned(run, shapes, *, names, num_batch, window, **output):
 
 OP = dispatch.Op(
     name="conv_general_dilated",
-    targets=(),
-    kernel=_reference,
+    targets=("jax_qmm_conv",),
+    kernel=_kernel,
     reference=_reference,
     unserved=_unserved,
     describe=_describe,
-    choice=lambda operands, results, **params: "",
+    choice=_choice,
     partitioned=_partitioned,
 )
 dispatch.register(conv_p, OP)

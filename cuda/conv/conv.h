@@ -1,0 +1,66 @@
+// Convolutions of int8, with scales, zero points and bias applied to the sums.
+//
+//   sum[l, i, p, o] = sum_{t, c} (lhs[l, i, p * strides + t * dilation - before, c of o's group] - zero_point_lhs[l,
+//   i])
+//                                * (rhs[l, o, t, c] - zero_point_rhs[l, o])
+//   y[l, i, p, o] = scale_lhs[l, i] * scale_rhs[l, o] * sum[l, i, p, o] + bias[l, o]
+//   out[l, i, p, o] = activation(y[l, i, p, o])
+//
+// p and t have three axes each. Where the window reaches out of an image it adds nothing. The sums are int32, modulo
+// 2^32; what follows them is that of scaled_mm/problem.h, int32 outputs included.
+//
+// It is computed as a product: a row of it is an output pixel, a column an output channel, and K is taps, then channels
+// of a group. Outside of an image stands its zero point, so that what it adds is the same for all pixels of an image:
+//
+//   sum = sum_k lhs * rhs - azp * azp_adj - sums_a * azp_b
+//
+// with azp = zero_point_lhs[l, i], azp_adj[l, o] the sums of rhs, azp_b = zero_point_rhs[l, o], and sums_a[l, i, p, g]
+// the sums of lhs less its zero point over the window and the channels of group g.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/gpu.h"
+#include "core/launch.h"
+#include "scaled_mm/problem.h"
+
+namespace jax_qmm {
+
+constexpr int kSpatial = 3;  // axes; those of fewer are the last ones
+using Sizes = std::array<int, kSpatial>;
+
+// In terms of the product: a is lhs (batch, images, *image, groups * channels), b is rhs (batch, n, *taps, channels),
+// out (batch, images, *pixels, n); m = images * pixels, k = taps * channels. Vectors of rows have a value for each
+// image, but sums_a, which has (batch, m * groups).
+struct Conv : ScaledMm {
+  static constexpr int kMostGroups = 65535;  // that a grid has
+
+  int images, groups;
+  int channels;  // of a group, of lhs
+  int sums;      // m * groups
+  Sizes image, taps, pixels;
+  Sizes strides, before, dilation;  // before: padding, which may be negative
+};
+
+// All kernels serve all problems that a GPU can run.
+std::vector<int> conv_choices(Gpu const& gpu);
+
+// The one that is predicted to be the fastest; none where the GPU can run none.
+std::optional<int> select_conv(Conv const& problem, Gpu const& gpu);
+std::string describe_conv(int instance);
+
+// Leaves only the kernels whose words have this to choose from, for tests: all with "". Not while other threads choose.
+void restrict_conv(std::string words);
+
+// Loads the kernels on the current device. Call it once per device, outside of stream capture.
+cudaError_t prepare_conv();
+
+// Submits a kernel that computes the convolution on the current device. Empty outputs are legal, and need none.
+cudaError_t launch_conv(Conv const& problem, int instance, Submit const& submit);
+
+}  // namespace jax_qmm

@@ -1,0 +1,98 @@
+// Choosing a kernel by its predicted time, preparing all of them, and launching one.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "conv/instances.h"
+#include "core/prepare.h"
+
+namespace jax_qmm {
+namespace conv {
+namespace {
+
+std::vector<Instance> const& instances() {
+  static std::vector<Instance> const all = [] {
+    std::vector<Instance> found;
+    add_instances(found);
+    return found;
+  }();
+  return all;
+}
+
+std::string& wanted() {
+  static std::string words;
+  return words;
+}
+
+bool fits(Instance const& i, Gpu const& gpu) { return i.shared_bytes <= gpu.shared_memory; }
+
+// Seconds, as predicted from the description of the GPU; not measured.
+double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
+  constexpr double kL2 = 40;        // bytes of L2 that an SM gets in a cycle
+  constexpr double kLatency = 600;  // cycles from asking L2 or memory for a stage to having it
+  double const of_group = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n / p.groups, i.tile_n));
+  double const tiles = of_group * p.groups * p.batch;
+  double const waves = std::ceil(tiles / (gpu.sm_count * i.blocks_per_sm));
+  double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(tiles / gpu.sm_count));
+  double const outputs = double(i.tile_m) * i.tile_n, k = p.k;
+  double const multiplying = outputs * k * 2 / (gpu.peak / gpu.sm_count / gpu.clock);
+  double const reading = (i.tile_m + i.tile_n) * k / kL2;
+  double const waiting = k / 64 * kLatency / (i.stages - 1);
+  double const cycles = std::max(waiting, on_sm * std::max(multiplying, reading));
+  double const image_bytes = double(p.image[0]) * p.image[1] * p.image[2] * p.channels * p.groups;
+  double const out_bytes = double(p.m) * p.n * bytes_of(p.out_dtype);
+  double const from_memory = p.batch * (p.images * image_bytes + double(p.n) * k + out_bytes) / gpu.copy_rate;
+  return std::max(waves * cycles / gpu.clock, from_memory);
+}
+
+}  // namespace
+}  // namespace conv
+
+using namespace conv;
+
+std::vector<int> conv_choices(Gpu const& gpu) {
+  std::vector<int> found;
+  for (int i = 0; i < int(instances().size()); ++i) {
+    bool const is_wanted = describe_conv(i).find(wanted()) != std::string::npos;
+    if (is_wanted && fits(instances()[i], gpu)) found.push_back(i);
+  }
+  return found;
+}
+
+std::optional<int> select_conv(Conv const& p, Gpu const& gpu) {
+  std::optional<int> best;
+  double least = 0;
+  for (int const i : conv_choices(gpu)) {
+    double const seconds = estimate_time(instances()[i], p, gpu);
+    if (!best || seconds < least) best = i, least = seconds;
+  }
+  return best;
+}
+
+void restrict_conv(std::string words) { wanted() = std::move(words); }
+
+std::string describe_conv(int instance) {
+  Instance const& i = instances().at(instance);
+  return "sm80 implicit GEMM " + std::to_string(i.tile_m) + "x" + std::to_string(i.tile_n) + "x64 int8";
+}
+
+cudaError_t prepare_conv() {
+  static OncePerDevice once;
+  return once([] {
+    Gpu const* gpu;
+    if (cudaError_t const error = current_gpu(gpu)) return error;
+    for (Instance const& i : instances()) {
+      bool launches;
+      if (!fits(i, *gpu)) continue;
+      if (cudaError_t const error = i.prepare(launches)) return error;
+    }
+    return cudaSuccess;
+  });
+}
+
+cudaError_t launch_conv(Conv const& p, int instance, Submit const& submit) {
+  if (p.m == 0 || p.n == 0 || p.batch == 0) return cudaSuccess;
+  return instances()[instance].launch(p, submit);
+}
+
+}  // namespace jax_qmm
