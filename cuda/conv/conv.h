@@ -39,19 +39,21 @@ using Sizes = std::array<int, kSpatial>;
 // image, but sums_a, which has (batch, m * groups).
 struct Conv : ScaledMm {
   static constexpr int kMostGroups = 65535;  // that a grid has
+  static constexpr int kMostTaps = 256;      // of a depthwise convolution
 
   int images, groups;
   int channels;  // of a group, of lhs
   int sums;      // m * groups
   Sizes image, taps, pixels;
   Sizes strides, before, dilation;  // before: padding, which may be negative
+
+  // Whether each channel is a group, with one output channel.
+  bool is_depthwise() const { return channels == 1 && groups == n; }
 };
 
-// All kernels serve all problems that a GPU can run.
-std::vector<int> conv_choices(Gpu const& gpu);
-
-// The one that is predicted to be the fastest; none where the GPU can run none.
+// The kernel of the table that serves the problem and is predicted to be the fastest; none where none does.
 std::optional<int> select_conv(Conv const& problem, Gpu const& gpu);
+std::vector<int> conv_choices(Conv const& problem, Gpu const& gpu);
 std::string describe_conv(int instance);
 
 // Leaves only the kernels whose words have this to choose from, for tests: all with "". Not while other threads choose.

@@ -8,12 +8,15 @@
 namespace jax_qmm::conv {
 
 struct Instance {
+  int depthwise_channels;  // of a thread, in kernels for convolutions of each channel by itself; 0 in others
   int tile_m, tile_n, stages, threads, blocks_per_sm;
   int shared_bytes;
   cudaError_t (*prepare)(bool& fits);
   cudaError_t (*launch)(Conv const&, Submit const&);
 };
 
-void add_instances(std::vector<Instance>& to);
+// In a source for each.
+void add_implicit_gemm(std::vector<Instance>& to);
+void add_depthwise(std::vector<Instance>& to);
 
 }  // namespace jax_qmm::conv

@@ -13,7 +13,8 @@ namespace {
 std::vector<Instance> const& instances() {
   static std::vector<Instance> const all = [] {
     std::vector<Instance> found;
-    add_instances(found);
+    add_implicit_gemm(found);
+    add_depthwise(found);
     return found;
   }();
   return all;
@@ -26,10 +27,20 @@ std::string& wanted() {
 
 bool fits(Instance const& i, Gpu const& gpu) { return i.shared_bytes <= gpu.shared_memory; }
 
+bool serves(Instance const& i, Conv const& p) {
+  if (i.depthwise_channels == 0) return !p.is_depthwise();
+  uintptr_t const address = reinterpret_cast<uintptr_t>(p.a);
+  return p.is_depthwise() && (address | uintptr_t(p.n)) % i.depthwise_channels == 0;
+}
+
 // Seconds, as predicted from the description of the GPU; not measured.
 double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
   constexpr double kL2 = 40;        // bytes of L2 that an SM gets in a cycle
   constexpr double kLatency = 600;  // cycles from asking L2 or memory for a stage to having it
+  double const image_bytes = double(p.image[0]) * p.image[1] * p.image[2] * p.channels * p.groups;
+  double const out_bytes = double(p.m) * p.n * bytes_of(p.out_dtype);
+  double const from_memory = p.batch * (p.images * image_bytes + double(p.n) * p.k + out_bytes) / gpu.copy_rate;
+  if (i.depthwise_channels != 0) return from_memory;  // the table has those with more channels first
   double const of_group = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n / p.groups, i.tile_n));
   double const tiles = of_group * p.groups * p.batch;
   double const waves = std::ceil(tiles / (gpu.sm_count * i.blocks_per_sm));
@@ -39,9 +50,6 @@ double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
   double const reading = (i.tile_m + i.tile_n) * k / kL2;
   double const waiting = k / 64 * kLatency / (i.stages - 1);
   double const cycles = std::max(waiting, on_sm * std::max(multiplying, reading));
-  double const image_bytes = double(p.image[0]) * p.image[1] * p.image[2] * p.channels * p.groups;
-  double const out_bytes = double(p.m) * p.n * bytes_of(p.out_dtype);
-  double const from_memory = p.batch * (p.images * image_bytes + double(p.n) * k + out_bytes) / gpu.copy_rate;
   return std::max(waves * cycles / gpu.clock, from_memory);
 }
 
@@ -50,11 +58,11 @@ double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
 
 using namespace conv;
 
-std::vector<int> conv_choices(Gpu const& gpu) {
+std::vector<int> conv_choices(Conv const& p, Gpu const& gpu) {
   std::vector<int> found;
   for (int i = 0; i < int(instances().size()); ++i) {
     bool const is_wanted = describe_conv(i).find(wanted()) != std::string::npos;
-    if (is_wanted && fits(instances()[i], gpu)) found.push_back(i);
+    if (is_wanted && fits(instances()[i], gpu) && serves(instances()[i], p)) found.push_back(i);
   }
   return found;
 }
@@ -62,7 +70,7 @@ std::vector<int> conv_choices(Gpu const& gpu) {
 std::optional<int> select_conv(Conv const& p, Gpu const& gpu) {
   std::optional<int> best;
   double least = 0;
-  for (int const i : conv_choices(gpu)) {
+  for (int const i : conv_choices(p, gpu)) {
     double const seconds = estimate_time(instances()[i], p, gpu);
     if (!best || seconds < least) best = i, least = seconds;
   }
@@ -73,6 +81,7 @@ void restrict_conv(std::string words) { wanted() = std::move(words); }
 
 std::string describe_conv(int instance) {
   Instance const& i = instances().at(instance);
+  if (i.depthwise_channels != 0) return "sm80 depthwise " + std::to_string(i.depthwise_channels) + " channels int8";
   return "sm80 implicit GEMM " + std::to_string(i.tile_m) + "x" + std::to_string(i.tile_n) + "x64 int8";
 }
 

@@ -73,7 +73,8 @@ ffi::Error read(ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::RemainingArgs vecto
     }
   }
   int64_t const batch = o[0], images = l[1], n = r[1], channels = r[5];
-  if (groups < 1 || groups > Conv::kMostGroups || n % groups != 0) {
+  bool const depthwise = channels == 1 && groups == n;
+  if (groups < 1 || (groups > Conv::kMostGroups && !depthwise) || n % groups != 0) {
     return refuse("groups is " + std::to_string(groups) + "; it needs to divide rhs's output channels and be at most " +
                   std::to_string(Conv::kMostGroups));
   }
@@ -82,8 +83,12 @@ ffi::Error read(ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::RemainingArgs vecto
   JAX_QMM_RETURN_IF_ERROR(check_shape(rhs, "rhs", {batch_of(r), n, r[2], r[3], r[4], channels}));
   JAX_QMM_RETURN_IF_ERROR(check_shape(out, "out", {batch, images, o[2], o[3], o[4], n}));
   auto const address = [](ffi::AnyBuffer const& buffer) { return reinterpret_cast<uintptr_t>(buffer.untyped_data()); };
-  if (channels % 4 != 0 || address(lhs) % 4 != 0 || address(rhs) % 4 != 0) {
+  if ((depthwise ? n : channels) % 4 != 0 || address(lhs) % 4 != 0 || address(rhs) % 4 != 0) {
     return refuse("rhs has shape " + to_string(r) + "; channels and addresses need to be multiples of 4");
+  }
+  if (depthwise && r[2] * r[3] * r[4] > Conv::kMostTaps) {
+    return refuse("rhs has shape " + to_string(r) + "; depthwise it may have " + std::to_string(Conv::kMostTaps) +
+                  " taps");
   }
   JAX_QMM_RETURN_IF_ERROR(read_sizes(strides, "strides", 1, p.strides));
   JAX_QMM_RETURN_IF_ERROR(read_sizes(before, "before", -kLongest, p.before));
@@ -99,6 +104,7 @@ ffi::Error read(ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::RemainingArgs vecto
   }
   p.m = p.images * p.pixels[0] * p.pixels[1] * p.pixels[2], p.sums = p.m * p.groups;
   p.k = p.taps[0] * p.taps[1] * p.taps[2] * p.channels;
+  if (p.k == 0) return refuse("rhs has shape " + to_string(r) + "; the window needs to have values");
   p.n = int(n), p.batch = int(batch);
   p.in = DType::kS8, p.out_dtype = *dtype_of(out);
   p.a = lhs.untyped_data(), p.b = rhs.untyped_data(), p.out = out.untyped_data();

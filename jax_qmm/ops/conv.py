@@ -95,6 +95,7 @@ def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype)
 
 _SPATIAL = 3  # axes that kernels have
 _ALIGNED = 4  # channels: kernels copy 4 bytes at least
+_MOST_TAPS, _MOST_GROUPS = 256, 65535  # as cuda/conv/conv.h has them
 _OLDEST = 80  # compute capability 8.0, the first that has the instructions
 
 
@@ -148,9 +149,21 @@ def _unserved(platform, devices, operands, *, num_batch, window, **params):
         return "lhs is dilated, which kernels do not serve"
     if math.prod(rhs[1:]) == 0:
         return "the window has no values"
-    if window.groups > 1 and channels % _ALIGNED:
-        return f"groups have {channels} channels; kernels serve multiples of {_ALIGNED}"
+    if _is_depthwise(rhs, window):
+        if rhs[0] % _ALIGNED:
+            return f"there are {rhs[0]} channels; depthwise kernels serve multiples of {_ALIGNED}"
+        if math.prod(rhs[1:]) > _MOST_TAPS:
+            return f"the window has {math.prod(rhs[1:])} taps; depthwise kernels serve up to {_MOST_TAPS}"
+    elif window.groups > 1 and channels % _ALIGNED:
+        return f"groups have {channels} channels; kernels serve multiples of {_ALIGNED}, and 1 for 1 output"
+    elif window.groups > _MOST_GROUPS:
+        return f"there are {window.groups} groups; kernels serve up to {_MOST_GROUPS}"
     return None
+
+
+def _is_depthwise(rhs, window):
+    """Whether each channel is a group with one output channel, given the shape of rhs."""
+    return rhs[-1] == 1 and window.groups == rhs[0] > 1
 
 
 def _describe(operands, results, *, names, num_batch, window, activation, **params):

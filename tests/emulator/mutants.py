@@ -31,6 +31,7 @@ CHOICES = "tests/ops/test_scaled_mm_choices_gpu.py::test_every_choice_gives_the_
 SUMS = "tests/ops/test_quantize_gpu.py::test_sums_of_what_shares_a_scale[float32-8200]"
 ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
 BLOCKS = "tests/ops/test_block_scaled_mm_gpu.py::{}"
+CONVS = "tests/ops/test_conv_gpu.py::{}"
 TESTS = {
     "block scaled": [
         BLOCKS.format("test_rows_around_the_tiles[1-4]"),
@@ -45,6 +46,11 @@ TESTS = {
     "skinny": [CHOICES.format((7, 200, 4624))],
     "one tile": [CHOICES.format((7, 200, 4624)), CHOICES.format((130, 1544, 272))],
     "multistage": [CHOICES.format((66, 267, 1048)), CHOICES.format((35, 130, 1044))],
+    "conv": [
+        *(CONVS.format(f"test_sums[64x64-zero points-{name}]") for name in ("groups", "two axes", "copies of 4 bytes")),
+        CONVS.format("test_groups_end_within_whole_stores[64x64-int8]"),
+    ],
+    "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 144)],
     "gemm": [CHOICES.format((130, 1544, 272)), CHOICES.format((333, 392, 2064))],
 }
 
@@ -65,7 +71,9 @@ class Mutant:
 
 
 GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
-QUANTIZE, EPILOGUE, MULTISTAGE = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "scaled_mm/gemm_sm80.cuh"
+QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "conv/implicit_gemm.cu"
+DEPTHWISE = "conv/depthwise.cu"
+MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 ADD_PARTS, WEIGHTS = "scaled_mm/split_k_sm80.cu", "block_scaled_mm/wgmma_sm90.cu"
 BLOCK_SCALED, BLOCK_SOURCES, DEQUANTIZE = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "sources", "dequantize")
@@ -157,38 +165,41 @@ MUTANTS = [
     Mutant("skinny: a step too many of K", SKINNY, "16 * member >= p.k) continue", "16 * member > p.k) continue"),
     Mutant(
         "multistage: no barrier before a stage is loaded from",
-        MULTISTAGE,
+        MAIN_LOOP,
         "          wait_for_copies<C::kStages - 2>();\n          __syncthreads();",
         "          wait_for_copies<C::kStages - 2>();",
     ),
     Mutant(
         "multistage: a copy too few is waited for",
-        MULTISTAGE,
+        MAIN_LOOP,
         "          wait_for_copies<C::kStages - 2>();",
         "          wait_for_copies<C::kStages - 1>();",
     ),
-    Mutant("multistage: terms replace stages that are written to", MULTISTAGE, "    wait_for_copies<0>();\n"),
+    Mutant("multistage: terms replace stages that are written to", MAIN_LOOP, "    wait_for_copies<0>();\n"),
     Mutant(
         "multistage: no barrier before other slices' sums are read",
         MULTISTAGE,
-        "    __syncthreads();\n    if (slice > 0) return;",
-        "    if (slice > 0) return;",
+        "    __syncthreads();\n    if (at.slice > 0) return;",
+        "    if (at.slice > 0) return;",
     ),
     Mutant(
         "multistage: rows of sums not waited for",
-        MULTISTAGE,
+        WRITE_TILE,
         "    __syncwarp();\n#pragma unroll 1\n    for (int r",
         "#pragma unroll 1\n    for (int r",
     ),
-    Mutant("multistage: one row too many is copied", MULTISTAGE, "row < rows_ ? row", "row <= rows_ ? row"),
-    Mutant("multistage: more of K than there is", MULTISTAGE, "part < there);", "part <= there);"),
+    Mutant("multistage: one row too many is copied", MAIN_LOOP, "row < rows_ ? row", "row <= rows_ ? row"),
+    Mutant("multistage: more of K than there is", MAIN_LOOP, "part < there);", "part <= there);"),
     Mutant(
-        "multistage: one row too many is written", MULTISTAGE, "if (m >= p.m || n >= p.n)", "if (m > p.m || n >= p.n)"
+        "multistage: one row too many is written",
+        WRITE_TILE,
+        "if (m >= p.m || n >= end_n)",
+        "if (m > p.m || n >= end_n)",
     ),
-    Mutant("multistage: columns beyond the matrix", MULTISTAGE, "if (n + v < p.n) to[v]", "to[v]"),
-    Mutant("multistage: whole stores everywhere", MULTISTAGE, "out % 16 == 0,", "true,"),
-    Mutant("multistage: copies of 16 bytes everywhere", MULTISTAGE, "in % 16 == 0  ? 16", "true  ? 16"),
-    Mutant("multistage: parts of K overlap", MULTISTAGE, "k_begin + p.k_of_part);", "k_begin + p.k_of_part + 32);"),
+    Mutant("multistage: columns beyond the matrix", WRITE_TILE, "if (n + v < end_n) to[v]", "to[v]"),
+    Mutant("multistage: whole stores everywhere", MAIN_LOOP, "out % 16 == 0,", "true,"),
+    Mutant("multistage: copies of 16 bytes everywhere", MAIN_LOOP, "in % 16 == 0  ? 16", "true  ? 16"),
+    Mutant("multistage: parts of K overlap", MAIN_LOOP, "k_begin + p.k_of_part);", "k_begin + p.k_of_part + 32);"),
     Mutant(
         "multistage: rows beyond the partial sums",
         MULTISTAGE,
@@ -198,6 +209,26 @@ MUTANTS = [
     Mutant("multistage: columns beyond the partial sums", MULTISTAGE, "if (n < pitch) *", "*"),
     Mutant("multistage: one row too many is added up", ADD_PARTS, "if (row >= p.rows ||", "if (row > p.rows ||"),
     Mutant("multistage: columns beyond the matrix are added up", ADD_PARTS, "if (n + v < p.n) to[v]", "to[v]"),
+    Mutant("conv: a line beyond the image", "conv/window.cuh", "unsigned(y) < image[1]", "unsigned(y) <= image[1]"),
+    Mutant("conv: one pixel too many", CONV, "row < p.product.m ? row", "row <= p.product.m ? row"),
+    Mutant("conv: the zero point of another image", CONV, "zero_point.load(at.l, image)", "zero_point.load(at.l, 0)"),
+    Mutant("conv: columns of the next group", CONV, "(group + 1) * p.columns_of_group", "p.product.n"),
+    Mutant("conv: whole stores over the ends of groups", CONV, "uintptr_t(columns)", "uintptr_t(problem.n)"),
+    Mutant("conv: copies of 16 bytes over the ends of taps", CONV, "in % 16 == 0 ? 16", "true ? 16"),
+    Mutant(
+        "conv: terms replace stages that are read",
+        CONV,
+        "  __syncthreads();  // the epilogue's terms take the place of the stages\n",
+    ),
+    Mutant("conv: no barrier before the terms are read", CONV, "  __syncthreads();\n  sm80::write", "  sm80::write"),
+    Mutant(
+        "depthwise: a line beyond the image", "conv/window.cuh", "unsigned(y) < image[1]", "unsigned(y) <= image[1]"
+    ),
+    Mutant("depthwise: one pixel too many", DEPTHWISE, "if (m >= p.m) return;", "if (m > p.m) return;"),
+    Mutant("depthwise: channels beyond the last", DEPTHWISE, "  if (first_channel >= p.n) return;\n"),
+    Mutant("depthwise: weights beyond the last tap", DEPTHWISE, "tap < p.taps && first", "first"),
+    Mutant("depthwise: no barrier before what is shared is read", DEPTHWISE, "  __syncthreads();\n"),
+    Mutant("depthwise: 16 channels everywhere", "conv/select.cc", "uintptr_t(p.n)) %", "0) %"),
     Mutant("weights by wgmma: no wait for loads", WEIGHTS, "    Full::wait(&shared.full[stage], phase);\n"),
     Mutant(
         "weights by wgmma: a stage released while it is multiplied",

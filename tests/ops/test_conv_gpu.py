@@ -40,6 +40,18 @@ CASES = {
     "groups of few channels": case((7, 6), (3, 3), padding=SAME, channels=4, out=3, groups=5),
 }
 
+# Each channel by itself, 4 or 16 at a time, in part of a block's threads, in all, and in those of two blocks.
+DEPTHWISE = {
+    "4 channels": case((9, 7), (3, 3), padding=SAME, channels=1, out=1, groups=4, images=3),
+    "20 channels": case((9, 7), (3, 3), (2, 1), ((0, 1), (2, -1)), channels=1, out=1, groups=20, images=3),
+    "48 channels": case((19, 13), (3, 3), padding=SAME, channels=1, out=1, groups=48),
+    "144 channels": case((6, 5), (5, 3), padding=((2, 2), (4, 0)), rhs_dilation=(1, 2), channels=1, out=1, groups=144),
+    "132 channels": case((6, 5), (1, 2), channels=1, out=1, groups=132),
+    "one axis": case((30,), (4,), padding=((3, 0),), channels=1, out=1, groups=16),
+    "three axes": case((4, 5, 6), (2, 3, 2), (1, 2, 1), ((1, 0), (0, 2), (1, 1)), channels=1, out=1, groups=16),
+    "256 taps": case((9, 9), (16, 16), padding=((8, 8), (9, 9)), channels=1, out=1, groups=4),
+}
+
 
 @pytest.fixture(params=TILES)
 def tile(request, extension):
@@ -68,10 +80,10 @@ def operands(c, zero_l=None, zero_r=None, of_image=True, of_channel=True, seed=0
     return qarray(c.lhs_shape(), zero_l, of_image), qarray(c.rhs_shape(), zero_r, of_channel)
 
 
-def check(on_reference, c, lhs, rhs, bias=None, tile=None, **options):
+def check(on_reference, c, lhs, rhs, bias=None, tile=None, kernel="implicit GEMM", **options):
     f = lambda lhs, rhs, bias: jax_qmm.conv_general_dilated(lhs, rhs, **c.keywords(), bias=bias, **options)
     (row,) = jax_qmm.explain(f, lhs, rhs, bias).rows
-    assert "implicit GEMM" in row.runs_on and (tile is None or f" {tile}x" in row.runs_on), row.runs_on
+    assert kernel in row.runs_on and (tile is None or f" {tile}x" in row.runs_on), row.runs_on
     got, want = jax.device_get(jax.jit(f)(lhs, rhs, bias)), jax.device_get(on_reference(f, lhs, rhs, bias))
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
@@ -89,6 +101,16 @@ def test_sums(on_reference, tile, name, zero_points):
     c = CASES[name]
     lhs, rhs = operands(c, *zero_points)
     got = check(on_reference, c, lhs, rhs, tile=tile, out_dtype=jnp.int32)
+    np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
+
+
+@pytest.mark.parametrize("name", DEPTHWISE)
+@pytest.mark.parametrize("zero_points", [(None, None), ("each", "each"), (127, None), (None, -128)], ids=str)
+def test_sums_of_each_channel(on_reference, name, zero_points):
+    c = DEPTHWISE[name]
+    lhs, rhs = operands(c, *zero_points)
+    words = f"depthwise {16 if c.groups % 16 == 0 else 4} channels"
+    got = check(on_reference, c, lhs, rhs, kernel=words, out_dtype=jnp.int32)
     np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
 
 
@@ -139,6 +161,16 @@ def test_groups_end_within_whole_stores(on_reference, tile, out_dtype):
     check(on_reference, c, *operands(c), tile=tile, out_dtype=out_dtype, **output)
 
 
+@pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
+@pytest.mark.parametrize("groups", [20, 32])
+def test_outputs_of_each_channel(on_reference, groups, out_dtype):
+    c = case((6, 5), (3, 3), padding=SAME, channels=1, out=1, groups=groups, images=3)
+    output = dict(out_scale=0.05) if out_dtype in (np.int8, F8) else {}
+    output |= dict(out_zero_point=-7) if out_dtype == np.int8 else {}
+    bias = jnp.asarray(np.linspace(-1, 1, groups, dtype=F32))
+    check(on_reference, c, *operands(c, "each"), bias, None, "depthwise", out_dtype=out_dtype, **output)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_activations_with_exponentials(oracle, activation):
     """Off by at most 2^-20 of the value, of which the kernel's exponential is less (scaled_mm/output.cuh)."""
@@ -162,9 +194,11 @@ def test_orders_of_axes(on_reference, numbers):
 
 
 @pytest.mark.parametrize("mapped", [(0, None), (None, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_batches(on_reference, mapped, groups):
-    c = case((6, 5), (3, 3), padding=SAME, channels=16, out=7, groups=groups)
+@pytest.mark.parametrize(
+    "sizes", [dict(channels=16, out=7), dict(channels=16, out=7, groups=2), dict(channels=1, out=1, groups=16)], ids=str
+)
+def test_batches(on_reference, mapped, sizes):
+    c = case((6, 5), (3, 3), padding=SAME, **sizes)
     several = [operands(c, "each", "each", seed=seed) for seed in range(3)]
     stack = lambda qs: jax.tree.map(lambda *leaves: jnp.stack(leaves), *qs)
     args = [stack(qs) if dim == 0 else qs[0] for qs, dim in zip(zip(*several), mapped)]
@@ -202,6 +236,8 @@ def test_empty(on_reference):
         (case((5, 5), (3, 3), channels=3), "channels padded to 4 at each call"),
         (case((5, 5), (3, 3), channels=18), "channels padded to 32 at each call"),
         (case((5, 5), (3, 3), channels=1, groups=8), "reference: groups have 1 channels; kernels serve multiples of 4"),
+        (case((5, 5), (3, 3), channels=1, out=1, groups=6), "reference: there are 6 channels; depthwise kernels serve"),
+        (case((20, 20), (16, 17), channels=1, out=1, groups=8), "reference: the window has 272 taps"),
         (case((5, 5), (3, 3), channels=16, lhs_dilation=(2, 1)), "reference: lhs is dilated"),
         (case((5,) * 4, (2,) * 4, channels=16), "reference: there are 4 spatial axes"),
         (case((5, 5), (3, 3), channels=0), "reference: the window has no values"),

@@ -1,6 +1,7 @@
 // Kernels of several stages (multistage.cuh) whose rows of a are windows on images: each 16 bytes of a tile are looked
 // up as they are copied, and no image is ever spread out in memory.
 #include "conv/instances.h"
+#include "conv/window.cuh"
 #include "core/launch.cuh"
 #include "core/prepare.h"
 #include "scaled_mm/multistage.cuh"
@@ -9,33 +10,11 @@
 namespace jax_qmm::conv {
 namespace {
 
-// Quotients of 31 bits by one divisor, as a product. With l = ceil(log2 divisor) and factor = ceil(2^(31 + l) /
-// divisor) the product is off by less than 2^l / 2^(31 + l) of the dividend, less than 1 / divisor: too little to reach
-// the next quotient.
-struct Divisor {
-  int divisor, shift;
-  uint32_t factor;
-
-  explicit Divisor(int divisor) : divisor(divisor), shift(31) {
-    while (int64_t(1) << (shift - 31) < divisor) ++shift;
-    factor = uint32_t(((uint64_t(1) << shift) + divisor - 1) / divisor);
-  }
-
-  // Gives the quotient, and leaves the rest in its place.
-  __device__ int divide(int& dividend) const {
-    int const quotient = int(uint64_t(uint32_t(dividend)) * factor >> shift);
-    dividend -= quotient * divisor;
-    return quotient;
-  }
-};
-
 struct Params {
   sm80::Params product;
+  Window window;
+  Divisor channels, taps_y, taps_x;  // channels: of a group
   int columns_of_group, groups;
-  Divisor channels, taps_y, taps_x, pixels, pixels_y, pixels_x;  // pixels: of an image
-  Sizes image, strides, before, dilation;
-  int all_channels;
-  int64_t image_stride;  // bytes
 };
 
 // Where the block's tile is: of the columns, in its group's.
@@ -60,13 +39,9 @@ class Windows {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       int const row = at.first_m + threadIdx.x / kChunks + i * kRowsAtOnce;
-      int rest = row < p.product.m ? row : row & ((1 << (31 - __clz(p.product.m))) - 1);
-      int const image = p.pixels.divide(rest), y_and_z = p.pixels_x.divide(rest);
-      corner_[i][2] = rest * p.strides[2] - p.before[2];
-      rest = y_and_z;
-      corner_[i][0] = p.pixels_y.divide(rest) * p.strides[0] - p.before[0];
-      corner_[i][1] = rest * p.strides[1] - p.before[1];
-      images_[i] = images + image * p.image_stride;
+      int const other = row & ((1 << (31 - __clz(p.product.m))) - 1);
+      int const image = p.window.corner_of(row < p.product.m ? row : other, corner_[i]);
+      images_[i] = images + image * p.window.image_stride;
       outside_[i] = has_zero_points_ ? 0x01010101 * uint8_t(zero_point.load(at.l, image)) : 0;
     }
   }
@@ -99,16 +74,14 @@ class Windows {
   template <int Bytes>
   __device__ void copy_part(uint32_t to, int k, int k_end) const {
     int channel = k, x = p_.channels.divide(channel), y = p_.taps_x.divide(x);
-    int const z = p_.taps_y.divide(y) * p_.dilation[0];
-    y *= p_.dilation[1], x *= p_.dilation[2];
+    int const z = p_.taps_y.divide(y) * p_.window.dilation[0];
+    y *= p_.window.dilation[1], x *= p_.window.dilation[2];
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      unsigned const at_z = corner_[i][0] + z, at_y = corner_[i][1] + y, at_x = corner_[i][2] + x;
-      bool const inside = at_z < p_.image[0] && at_y < p_.image[1] && at_x < p_.image[2];
-      unsigned const pixel = (at_z * p_.image[1] + at_y) * p_.image[2] + at_x;
+      unsigned byte;
+      bool const inside = p_.window.finds(corner_[i][0] + z, corner_[i][1] + y, corner_[i][2] + x, byte);
       if (inside || !has_zero_points_) {
-        uint8_t const* const from = images_[i] + (inside ? pixel * p_.all_channels + channel : 0);
-        copy_async<Bytes>(to + i * kApart, from, inside && k < k_end);
+        copy_async<Bytes>(to + i * kApart, images_[i] + (inside ? byte + channel : 0), inside && k < k_end);
       } else {
         store<Bytes>(to + i * kApart, outside_[i]);
       }
@@ -146,8 +119,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) conv_kernel(Para
   sm80::sum_products<C>(p.product, at, stages, Windows<C>(p, at), acc, nothing, nothing);
   __syncthreads();  // the epilogue's terms take the place of the stages
   sm80::load_terms<C>(p.product, at, shared, [&](int m, Terms<true, Value>& terms) {
-    int rest = m;
-    int const image = p.pixels.divide(rest);
+    int const image = p.window.image_of(m);
     auto const& from = p.product.epilogue;
     terms.scale_a = from.scale_a.load(at.l, image);
     terms.azp = from.azp.load(at.l, image);
@@ -171,23 +143,9 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
   uintptr_t const in = address(problem.a) | address(problem.b) | uintptr_t(problem.channels);
   product.copied = in % 16 == 0 ? 16 : in % 8 == 0 ? 8 : 4;
   product.stores_whole = (address(problem.out) | uintptr_t(columns) * bytes_of(problem.out_dtype)) % 16 == 0;
-  Sizes const &image = problem.image, &taps = problem.taps, &pixels = problem.pixels;
-  int const all_channels = problem.channels * problem.groups;
-  Params const params{product,
-                      columns,
-                      problem.groups,
-                      Divisor(problem.channels),
-                      Divisor(taps[1]),
-                      Divisor(taps[2]),
-                      Divisor(pixels[0] * pixels[1] * pixels[2]),
-                      Divisor(pixels[1]),
-                      Divisor(pixels[2]),
-                      image,
-                      problem.strides,
-                      problem.before,
-                      problem.dilation,
-                      all_channels,
-                      int64_t(image[0]) * image[1] * image[2] * all_channels};
+  Params const params{
+      product, Window(problem), Divisor(problem.channels), Divisor(problem.taps[1]), Divisor(problem.taps[2]),
+      columns, problem.groups};
   unsigned const blocks = product.tiles_m * product.tiles_n * unsigned(problem.batch);
   LaunchShape const shape{dim3(blocks, 1, problem.groups), C::kThreads, C::kSharedBytes};
   return jax_qmm::launch(submit, shape, conv_kernel<C>, params);
@@ -195,12 +153,12 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
 
 template <class C>
 Instance instance() {
-  return {C::kTileM, C::kTileN, C::kStages, C::kThreads, C::kBlocksPerSm, C::kSharedBytes, prepare<C>, launch<C>};
+  return {0, C::kTileM, C::kTileN, C::kStages, C::kThreads, C::kBlocksPerSm, C::kSharedBytes, prepare<C>, launch<C>};
 }
 
 }  // namespace
 
-void add_instances(std::vector<Instance>& to) {
+void add_implicit_gemm(std::vector<Instance>& to) {
   to.push_back(instance<Config<64, 64, 2, 2, 4, 2>>());
   to.push_back(instance<Config<128, 64, 4, 2, 4, 1>>());
   to.push_back(instance<Config<128, 128, 2, 4, 4, 1>>());
