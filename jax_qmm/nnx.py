@@ -106,7 +106,7 @@ def quantize_model(
 ) -> tuple[nnx.Module, report.Report]:
     """Quantizes the layers of a model that rules name.
 
-    Linear, LinearGeneral (so the projections of MultiHeadAttention too), Einsum and subclasses that call them
+    Linear, LinearGeneral (so the projections of MultiHeadAttention too), Einsum, Conv and subclasses that call them
     are quantized; the report says why others were not. Paths are those of `nnx.iter_modules` joined by dots,
     such as "encoder.layers.0.attn.query"; that of the model itself is "". Layers stacked by nnx.vmap along a
     leading axis are quantized as a stack.

@@ -10,10 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from flax import linen, nnx
 
 from jax_qmm.dtypes import SCALE_DTYPES
 from jax_qmm.qarray import QArray
+from jax_qmm.schemes import Scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +28,13 @@ class LayerKind:
         ValueError where a layer does something else.
       shape: gives the shape of a layer's kernel, without the axes in front that stacking layers adds; None
         where the kernel itself tells, because it is seen inside of the stack.
+      integers: whether its quantized kernel needs to have integers.
     """
 
     product: str
     contracted: Callable[[Any], tuple[int, ...]]
     shape: Any = None
+    integers: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +46,19 @@ class KernelUse:
       contracted: the kernel's axes that are contracted with the input, counted from the end.
       shape: that of one layer's kernel; axes in front of these come from stacking layers.
       reason: why it can't be quantized, or None.
+      integers: whether the quantized kernel needs to have integers.
     """
 
     op: str
     contracted: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     reason: str | None = None
+    integers: bool = dataclasses.field(default=False, repr=False)
+
+    def why_not(self, scheme: Scheme) -> str | None:
+        """Why a scheme does not fit what the layer does; None if it does."""
+        fits = not self.integers or jnp.issubdtype(scheme.dtype, jnp.integer)
+        return None if fits else f"a {self.op} has no product of {scheme.dtype}: take int8"
 
 
 def einsum_contracted(equation: str) -> tuple[int, ...]:
@@ -83,6 +94,12 @@ def _general(n_in, n_out):
     return tuple(range(-n_in - n_out, -n_out))
 
 
+def _of_window(layer):
+    if layer.mask is not None:
+        raise ValueError("it masks its kernel")
+    return _general(_count(layer.kernel_size) + 1, 1)
+
+
 def _count(axes):
     return len(axes) if isinstance(axes, Sequence) else 1
 
@@ -97,6 +114,7 @@ NNX: Mapping[type, LayerKind] = {
     nnx.Einsum: LayerKind(
         "einsum_op", lambda layer: einsum_contracted(layer.einsum_str), lambda layer: tuple(layer.kernel_shape)
     ),
+    nnx.Conv: LayerKind("conv_general_dilated", _of_window, lambda layer: tuple(layer.kernel_shape), integers=True),
 }
 LINEN: Mapping[type, LayerKind] = {
     linen.Dense: LayerKind("dot_general", lambda layer: (-2,)),
@@ -109,7 +127,6 @@ TABLE_OR_HEAD = f"{TABLE}; if attend uses it as a tied head, that product stays 
 TIED_HEAD = f"{TABLE}, and a tied head: its attend multiplies in float"
 ADAPTER = "LoRA: its factors are there to be trained, and stay in float"
 _NOT_QUANTIZED: Mapping[type, str] = {
-    nnx.Conv: CONVOLUTION,
     nnx.ConvTranspose: CONVOLUTION,
     nnx.Embed: TABLE_OR_HEAD,
     nnx.LoRA: ADAPTER,

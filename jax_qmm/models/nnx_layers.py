@@ -107,6 +107,9 @@ def kernels(model: nnx.Module) -> dict[str, Any]:
     return {path: parameters["kernel"] for path, parameters in own if "kernel" in parameters}
 
 
+_PRODUCTS = jax.lax.dot_general, jnp.einsum, jax.lax.conv_general_dilated  # Flax's own
+
+
 def kernel_use(layer: Any) -> KernelUse:
     """What a layer does with its kernel, and why it can't be quantized if it can't."""
     op, found = type(layer).__name__, layer_kinds.kind_of(layer, layer_kinds.NNX)
@@ -117,14 +120,14 @@ def kernel_use(layer: Any) -> KernelUse:
     shape = kind.shape(layer)
     reason = (
         layer_kinds.why_not(layer.kernel.get_value(), shape)
-        or layer_kinds.own_callable(layer, [kind.product, "dot_general_cls"], [jax.lax.dot_general, jnp.einsum])
+        or layer_kinds.own_callable(layer, [kind.product, "dot_general_cls"], _PRODUCTS)
         or layer_kinds.own_callable(layer, ["promote_dtype"], [dtypes.promote_dtype])
         or layer_kinds.own_mathematics(type(layer), base)
     )
     if reason:
         return KernelUse(op, reason=reason)
     try:
-        return KernelUse(op, kind.contracted(layer), shape)
+        return KernelUse(op, kind.contracted(layer), shape, integers=kind.integers)
     except ValueError as error:
         return KernelUse(op, reason=str(error))
 
@@ -133,7 +136,7 @@ def install(layer: Any, qarray: QArray, scheme: Scheme, static: Static | None = 
     """Gives a float layer, in place, a quantized kernel.
 
     Args:
-      layer: an nnx.Linear, LinearGeneral or Einsum with a float kernel, which may be abstract.
+      layer: an nnx.Linear, LinearGeneral, Einsum or Conv with a float kernel, which may be abstract.
       qarray: its kernel quantized, of the same shape, with the contracted axes last in memory.
       scheme: how to quantize the layer's input.
       static: scale and zero point (or None) of the input, () or of the shape of a stack of layers, in place of
@@ -161,7 +164,7 @@ def install(layer: Any, qarray: QArray, scheme: Scheme, static: Static | None = 
     # The constructor would shard all leaves by the metadata, which is that of the kernel.
     layer.kernel = QuantizedParam.from_metadata(qarray, float_kernel.get_metadata())
     leaves = products.static_leaves(*static or (scheme.activation_scale, scheme.activation_zero_point), stack)
-    layer.promote_dtype = _Promote(jnp.dtype(float_kernel.dtype), isinstance(layer, nnx.Linear))
+    layer.promote_dtype = _Promote(jnp.dtype(float_kernel.dtype), isinstance(layer, _INSIST))
     setattr(layer, kind.product, nnx.data(_Product(scheme, *leaves)))
 
 
@@ -215,12 +218,15 @@ class _Kernel:
     dtype: jnp.dtype
 
 
+_INSIST = nnx.Linear, nnx.Conv
+
+
 @dataclasses.dataclass(frozen=True)
 class _Promote:
     """Flax's promote_dtype for a quantized kernel, which counts with the dtype that it had as a float array.
 
-    The bias goes with the kernel, to be added before the output is rounded. nnx.Linear insists on one to add
-    where it has one: it gets -0.0, which changes nothing and which XLA drops.
+    The bias goes with the kernel, to be added before the output is rounded. nnx.Linear and Conv insist on one to
+    add where they have one: they get -0.0, which changes nothing and which XLA drops.
     """
 
     kernel_dtype: jnp.dtype
@@ -237,7 +243,7 @@ class _Promote:
 
 
 class _Product(nnx.Module):
-    """The dot_general or einsum_op of a quantized layer, with the static scale of its input if it has one."""
+    """What multiplies in a quantized layer, in place of its dot_general, with the static scale of its input if any."""
 
     def __init__(self, scheme, scale=None, zero_point=None):
         self.scheme = scheme.with_static(None)
@@ -250,9 +256,12 @@ class _Product(nnx.Module):
         if isinstance(operands[0], str):
             equation, inputs, kernel = operands
             multiply, arguments = products.einsum_product, (equation, inputs, kernel.value)
-        else:
+        elif len(operands) == 3:
             inputs, kernel, numbers = operands
             multiply, arguments = products.product, (inputs, kernel.value, numbers)
+        else:
+            inputs, kernel, strides, padding = operands
+            multiply, arguments = products.conv_product, (inputs, kernel.value, strides, padding)
         return multiply(*arguments, kernel.bias, kernel.dtype, scheme=scheme, **options)
 
 
@@ -289,7 +298,7 @@ class ErrorRecorder(nnx.Module):
         self.product = _Product(conversion.scheme, *products.static_leaves(*static, stack))
         self.error, self.size = (nnx.Variable(jnp.zeros(stack, jnp.float32)) for _ in range(2))
         self.reached = nnx.Variable(jnp.zeros(stack, bool))
-        layer.promote_dtype = _Promote(jnp.dtype(layer.kernel.dtype), isinstance(layer, nnx.Linear))
+        layer.promote_dtype = _Promote(jnp.dtype(layer.kernel.dtype), isinstance(layer, _INSIST))
         setattr(layer, kind.product, nnx.data(self))
 
     def __call__(self, *operands, **options):

@@ -101,7 +101,7 @@ def make_plan(uses: Mapping[str, KernelUse], rules: Sequence[Rule], kernels: Map
         if rule is None:
             reason = "no rule matches"
         else:
-            reason = use.reason or rule.scheme.why_not(kernels[path], use.contracted)
+            reason = use.reason or use.why_not(rule.scheme) or rule.scheme.why_not(kernels[path], use.contracted)
         if rule is None or reason:
             skipped[path] = dataclasses.replace(use, reason=reason)
         else:

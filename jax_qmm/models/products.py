@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from jax_qmm.ops.conv_general_dilated import conv_general_dilated
 from jax_qmm.ops.dot_general import dot_general, einsum
+from jax_qmm.qarray import QArray
 
 
 def promoted_dtype(dtype, inputs, kernel_dtype, bias):
@@ -50,6 +53,17 @@ def einsum_product(equation, inputs, kernel, bias, dtype, **options):
         letters = out.replace("...", "." * (inputs.ndim + 3 - len(lhs)))
         bias = bias.reshape([sizes.get(letter, 1) for letter in letters])
     return einsum(equation, inputs, kernel, bias=bias, **_with_out_dtype(options, bias, dtype))
+
+
+def conv_product(inputs, kernel, strides, padding, bias, dtype, *, scheme, out_sharding=None, **options):
+    """As `product`, for a convolution with the arguments of `jax.lax.conv_general_dilated`."""
+    if out_sharding is not None:
+        raise ValueError(f"out_sharding is {out_sharding}; a quantized convolution needs None: reshard its result")
+    options = _with_out_dtype(options, bias, dtype)
+    if isinstance(kernel, QArray):
+        return conv_general_dilated(inputs, kernel, strides, padding, bias=bias, scheme=scheme, **options)
+    out = jax.lax.conv_general_dilated(inputs, kernel, strides, padding, **options)
+    return out if bias is None else out + bias
 
 
 def _with_out_dtype(options, bias, dtype) -> dict[str, Any]:
