@@ -177,15 +177,15 @@ def quantize_model(
 ) -> tuple[nn.Module, Variables, report.Report]:
     """Quantizes the layers of a model that rules name.
 
-    Dense, DenseGeneral (so attention projections too) and Einsum are quantized; the report says why others
+    Dense, DenseGeneral (so attention projections too), Einsum and Conv are quantized; the report says why others
     were not. Paths are those of the parameters, joined by slashes: "encoder/layers_0/attention/query". Layers
     stacked by nn.scan or nn.vmap along a leading axis of the parameters are quantized as a stack.
 
     A linen model tells the class of its layers only when called. Without an input, layers are told by their
-    parameters: a `kernel` of rank 2 is one of Dense; kernels of higher rank are told by their bias and by the
-    names that attention gives its projections, and skipped where that leaves a doubt. An `example` settles
-    it; it is traced, not run. Where a layer turns out to do something else with its kernel, the quantized model
-    raises a TypeError that names it.
+    parameters: a `kernel` of rank 2 is one of Dense; kernels of higher rank are told by their bias, by the names
+    that attention gives its projections and by the name that Flax gives a Conv, and skipped where that leaves a
+    doubt. An `example` settles it; it is traced, not run. Where a layer turns out to do something else with its
+    kernel, the quantized model raises a TypeError that names it.
 
     Nothing is patched and nothing that was given is changed. The model returned is of a class that inherits from
     the given model's; it intercepts the calls of layers while it runs. A quantized kernel among its variables is a

@@ -105,7 +105,7 @@ def test_a_stack_of_layers():
 @pytest.mark.parametrize(
     ("options", "scheme", "reason"),
     [
-        (dict(mask=jnp.ones((3, 8, 4))), W8A8(), "it masks its kernel"),
+        (dict(mask=jnp.ones((3, 8, 4))), W8A8(), "it brings its own mask"),
         (dict(conv_general_dilated=lambda *args, **kwargs: None), W8A8(), "it brings its own conv_general_dilated"),
         ({}, W8A8("float8_e4m3fn"), "a Conv has no product of float8_e4m3fn: take int8"),
         ({}, W4A16(1), "too small to gain: its kernel of 384 bytes would take 432"),

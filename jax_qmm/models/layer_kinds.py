@@ -95,9 +95,12 @@ def _general(n_in, n_out):
 
 
 def _of_window(layer):
-    if layer.mask is not None:
-        raise ValueError("it masks its kernel")
-    return _general(_count(layer.kernel_size) + 1, 1)
+    return window_contracted(_count(layer.kernel_size))
+
+
+def window_contracted(rank: int) -> tuple[int, ...]:
+    """The axes of a convolution's kernel that are contracted, of so many spatial axes: these and the channels."""
+    return _general(rank + 1, 1)
 
 
 def _count(axes):
@@ -120,6 +123,7 @@ LINEN: Mapping[type, LayerKind] = {
     linen.Dense: LayerKind("dot_general", lambda layer: (-2,)),
     linen.DenseGeneral: LayerKind("dot_general", lambda layer: _general(_count(layer.axis), _count(layer.features))),
     linen.Einsum: LayerKind("dot_general", lambda layer: einsum_contracted(layer.einsum_str)),
+    linen.Conv: LayerKind("conv_general_dilated", _of_window, integers=True),
 }
 CONVOLUTION = "a convolution"
 TABLE = "a table that is looked up"
@@ -130,7 +134,6 @@ _NOT_QUANTIZED: Mapping[type, str] = {
     nnx.ConvTranspose: CONVOLUTION,
     nnx.Embed: TABLE_OR_HEAD,
     nnx.LoRA: ADAPTER,
-    linen.Conv: CONVOLUTION,
     linen.ConvTranspose: CONVOLUTION,
     linen.ConvLocal: CONVOLUTION,
     linen.Embed: TABLE,

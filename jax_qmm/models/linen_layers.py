@@ -20,9 +20,10 @@ from jax_qmm.qarray import QArray
 from jax_qmm.schemes import Scheme, check_weight
 
 SCALE, ZERO_POINT = "activation_scale", "activation_zero_point"
-_OWN = ("promote_dtype", "dot_general", "dot_general_cls")
+_OWN = ("promote_dtype", "dot_general", "dot_general_cls", "conv_general_dilated", "conv_general_dilated_cls", "mask")
 _FIELDS = dataclasses.fields(nn.DenseGeneral)
-_DEFAULTS = [jax.lax.dot_general, *(field.default for field in _FIELDS if field.name in _OWN)]
+_LAX = jax.lax.dot_general, jax.lax.conv_general_dilated
+_DEFAULTS = [*_LAX, *(field.default for field in _FIELDS if field.name in _OWN)]
 
 
 def own_callable(module: nn.Module) -> str | None:
@@ -31,14 +32,15 @@ def own_callable(module: nn.Module) -> str | None:
 
 
 def is_call_of_layer(context: nn.module.InterceptorContext) -> bool:
-    """Whether an interceptor stands before the `__call__` of Flax's own Dense, DenseGeneral or Einsum.
+    """Whether an interceptor stands before the `__call__` of Flax's own Dense, DenseGeneral, Einsum or Conv.
 
     A subclass that overrides `__call__` and calls the original gets there in the end.
     """
-    function = context.orig_method.func
-    return function.__module__ == "flax.linen.linear" and function.__qualname__ in {
-        f"{layer.__name__}.__call__" for layer in layer_kinds.LINEN
-    }
+    if isinstance(context.module, _ConvOfProduct):  # inside of a layer
+        return False
+    function, found = context.orig_method.func, layer_kinds.kind_of(context.module, layer_kinds.LINEN)
+    own = found and found[0].__call__.__qualname__  # Conv inherits its own from a class that ConvLocal has too
+    return function.__module__ == "flax.linen.linear" and function.__qualname__ == own
 
 
 def static_params(scheme: Scheme, static: Static | None = None, stack: Sequence[int] = ()) -> dict[str, jax.Array]:
@@ -152,16 +154,18 @@ def _refused(module, reason):
 
 
 def run_layer(module: nn.Module, kernel: QuantizedKernel, inputs: Any, einsum_str: str | None = None) -> jax.Array:
-    """A bound Dense, DenseGeneral or Einsum with a `QuantizedKernel`."""
+    """A bound Dense, DenseGeneral, Einsum or Conv with a `QuantizedKernel`."""
     scheme = kernel.scheme.with_static(parameter(module, SCALE), parameter(module, ZERO_POINT))
     return multiply(module, kernel.qarray(), kernel.float_dtype, inputs, einsum_str, scheme=scheme)
 
 
 def multiply(module, kernel, float_dtype, inputs, einsum_str=None, **options):
-    """What a bound Dense, DenseGeneral or Einsum computes, with this kernel in place of its own."""
+    """What a bound Dense, DenseGeneral, Einsum or Conv computes, with this kernel in place of its own."""
     bias = parameter(module, "bias")
     dtype = products.promoted_dtype(module.dtype, inputs, float_dtype, bias)
     inputs, bias = jnp.asarray(inputs, dtype), None if bias is None else jnp.asarray(bias, dtype)
+    if isinstance(module, nn.Conv):
+        return _convolve(module, kernel, inputs, bias, dtype, **options)
     options["precision"] = module.precision
     if isinstance(module, nn.Einsum):
         options["preferred_element_type"] = module.preferred_element_type
@@ -176,3 +180,18 @@ def multiply(module, kernel, float_dtype, inputs, einsum_str=None, **options):
     n = len(batch)
     numbers = (axis, tuple(range(n, n + len(axis)))), (batch, tuple(range(n)))
     return products.product(inputs, kernel, numbers, bias, dtype, **options)
+
+
+class _ConvOfProduct(nn.Conv):
+    """A Conv of Flax, which has paddings that lax lacks, whose convolution brings its own kernel and bias."""
+
+
+def _convolve(module, kernel, inputs, bias, dtype, **own):
+    def conv(inputs, _, strides, padding, **options):
+        return products.conv_product(inputs, kernel, strides, padding, bias, dtype, **options, **own)
+
+    fields = {field.name: getattr(module, field.name) for field in dataclasses.fields(nn.Conv)}
+    as_they_are = lambda *arrays, dtype: arrays
+    fields |= dict(conv_general_dilated=conv, promote_dtype=as_they_are, use_bias=False, parent=None, name=None)
+    out: Any = _ConvOfProduct(**fields).apply({"params": {"kernel": jnp.zeros(kernel.shape, dtype)}}, inputs)
+    return out  # of which XLA drops these zeros

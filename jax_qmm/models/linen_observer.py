@@ -18,7 +18,7 @@ from jax_qmm.models.plan import Conversion
 from jax_qmm.qarray import QArray
 
 Path = tuple[str, ...]
-_OTHER = "not a Dense, DenseGeneral or Einsum"
+_OTHER = "not a Dense, DenseGeneral, Einsum or Conv"
 _NOT_CALLED = "the example did not call it"
 _MARK = "jax_qmm.observed"  # no parameter of a module has a dot in its name
 _ATTENTION = {"query", "key", "value", "out"}
@@ -78,6 +78,10 @@ def guess(path: Path, params: Mapping[str, Any], siblings: Collection[str]) -> K
     kernel, bias = np.shape(params["kernel"]), params.get("bias")
     bias = None if bias is None else np.shape(bias)
     if name.startswith("Conv"):
+        stack = 0 if bias is None else len(bias) - 1
+        if _own_name(name, "") == "Conv" and bias in (None, kernel[:stack] + kernel[-1:]):
+            contracted = layer_kinds.window_contracted(len(kernel) - stack - 2)
+            return KernelUse("Conv", contracted, kernel[stack:], integers=True)
         return KernelUse("Conv", reason=layer_kinds.CONVOLUTION)
     if len(kernel) == 2:
         if bias in (None, kernel[1:]):
@@ -211,7 +215,7 @@ def _tell(module, einsum_str=None):
     try:
         if einsum_str:
             return KernelUse(op, layer_kinds.einsum_contracted(einsum_str), np.shape(kernel))
-        contracted = layer_kinds.check_kind(module, layer_kinds.LINEN).contracted
-        return KernelUse(op, contracted(module), np.shape(kernel))
+        kind = layer_kinds.check_kind(module, layer_kinds.LINEN)
+        return KernelUse(op, kind.contracted(module), np.shape(kernel), integers=kind.integers)
     except ValueError as error:
         return KernelUse(op, reason=str(error))

@@ -120,7 +120,7 @@ def kernel_use(layer: Any) -> KernelUse:
     shape = kind.shape(layer)
     reason = (
         layer_kinds.why_not(layer.kernel.get_value(), shape)
-        or layer_kinds.own_callable(layer, [kind.product, "dot_general_cls"], _PRODUCTS)
+        or layer_kinds.own_callable(layer, [kind.product, "dot_general_cls", "mask"], _PRODUCTS)
         or layer_kinds.own_callable(layer, ["promote_dtype"], [dtypes.promote_dtype])
         or layer_kinds.own_mathematics(type(layer), base)
     )
