@@ -53,6 +53,30 @@ def test_no_transpose_is_lowered(name, scheme):
     assert re.findall("@(jax_qmm_\\w+)", text) == ["jax_qmm_quantize_dynamic", "jax_qmm_scaled_mm"]
 
 
+BLOCKS = {
+    "int8": W8A8(tile_size=32),
+    "asymmetric": W8A8(tile_size=32, symmetric=False, weight_symmetric=False),
+    "fp8": W8A8("fp8", tile_size=32, weight_tile=(16, 32)),
+}
+
+
+@pytest.mark.parametrize("scheme", BLOCKS)
+@pytest.mark.parametrize(
+    "equation, shape, weight, contracted",
+    [
+        ("btk,kn->btn", (2, 8, 64), (64, 32), (0,)),
+        ("btk,khd->bthd", (2, 8, 64), (64, 4, 16), (0,)),
+        ("bthd,hdf->btf", (2, 8, 4, 32), (4, 32, 32), (0, 1)),
+    ],
+)
+def test_no_transpose_is_lowered_for_blocks(scheme, equation, shape, weight, contracted):
+    w = BLOCKS[scheme].quantize_weight(jnp.ones(weight), contracted)
+    traced = product(equation, BLOCKS[scheme]).trace(jax.ShapeDtypeStruct(shape, jnp.bfloat16), w)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "transpose" not in text
+    assert re.findall("@(jax_qmm_\\w+)", text) == ["jax_qmm_quantize_dynamic", "jax_qmm_block_quantized_mm"]
+
+
 # Compiled for an H200
 
 
