@@ -112,8 +112,9 @@ class W8A8:
     def quantize_weight(self, kernel: jax.Array, contracted: Sequence[int]) -> QArray:
         """Quantizes a weight per channel, or in blocks, and stores its contracted axes last, as the kernels read them.
 
-        Blocks of several contracted axes lie within the last of these, as in `W4A16`. Tiles of several channels lie
-        within the last axis of channels; where they don't divide it, each channel holds the scale of its tile.
+        Where several axes are contracted (the heads and features of an attention's output), blocks lie within the last
+        of these: they have the largest common divisor of its size and `tile_size`. Tiles of several channels lie within
+        the last axis of channels; where they don't divide it, each channel holds the scale of its tile.
 
         Args:
           kernel: float array of any shape.
@@ -182,6 +183,19 @@ class W8A8:
         """Why a kernel is better left in float; None here."""
         return None
 
+    def block(self, contracted: Sequence[int]) -> int:
+        """How much of axes of these sizes, which a product contracts, shares a scale.
+
+        >>> W8A8(tile_size=128).block((512,)), W8A8(tile_size=128).block((8, 64)), W8A8().block((8, 64))
+        (128, 64, 512)
+        """
+        return _granularity(self.tile_size, contracted).get("tile_size", math.prod(contracted))
+
+    @property
+    def convolves(self) -> bool:
+        """Whether convolutions take it: they have one scale for all that is contracted."""
+        return self.tile_size is None
+
     @property
     def takes_calibration(self) -> bool:
         """Whether a calibration is to find the scale of the activations."""
@@ -220,6 +234,7 @@ class _WeightOnly:
     activation_scale: ClassVar[None] = None
     activation_zero_point: ClassVar[None] = None
     takes_calibration: ClassVar[bool] = False
+    convolves: ClassVar[bool] = True
 
     def __post_init__(self):
         object.__setattr__(self, "tile_size", _checked_tile_size(self.tile_size))
@@ -345,12 +360,13 @@ class W4A8(_WeightOnly):
     """
 
     dtype = INT4
+    convolves = False
 
     def __str__(self):
         return f"{super().__str__()}, int8 activations"
 
     def quantize_weight(self, kernel: jax.Array, contracted: Sequence[int]) -> QArray:
-        """Quantizes a weight in blocks, as `W4A16` does, with scales that are multiples of one step per channel.
+        """Quantizes a weight in blocks, as `W8A8` does, with scales that are multiples of one step per channel.
 
         With r the largest distance of an int4 value from its block's zero point, `step` is the largest of
         `scale * r / 127` in the channel, and a block's multiple is the integer below or above `scale / step` that
@@ -456,10 +472,11 @@ def _granularity(tile, sizes) -> dict[str, Any]:
 def _share_scales(x, q, options, axis, rows):
     """`x` as `q`, which is quantized with these options, but with a scale for each `rows` along `axis`."""
     size = x.shape[axis]
-    rows = min(rows, size)
-    padding = [(0, -size % rows if i == axis else 0) for i in range(x.ndim)]
+    rows = max(1, min(rows, size))
+    count = -(-size // rows)
+    padding = [(0, count * rows - size if i == axis else 0) for i in range(x.ndim)]
     scale = jnp.pad(q.scale, padding)
-    largest = scale.reshape(*scale.shape[:axis], -1, rows, *scale.shape[axis + 1 :]).max(axis + 1)
+    largest = scale.reshape(*scale.shape[:axis], count, rows, *scale.shape[axis + 1 :]).max(axis + 1)
     largest = jnp.maximum(largest, float(jnp.finfo(jnp.float32).tiny))  # tiles of zeros divide by it
     of_rows = spread(largest, rows, size, axis)
     q = quantize(x, q.qtype, scale=of_rows, **options)

@@ -128,3 +128,5 @@ def test_a_masked_kernel_stays_in_float():
     assert report.rows[0].reason == "it brings its own mask"
     *_, report = quantized(nn.Conv(4, (3,)), W8A8("float8_e4m3fn"), x, example=x)
     assert report.rows[0].reason == "a Conv has no product of float8_e4m3fn: take int8"
+    *_, report = quantized(nn.Conv(4, (3,)), W8A8(tile_size=32), x, example=x)
+    assert report.rows[0].reason == "a Conv takes a W8A8 without tile_size, W4A16 and W8A16"

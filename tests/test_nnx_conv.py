@@ -10,7 +10,7 @@ from flax import nnx
 from random_arrays import RANDOM, data
 
 import jax_qmm
-from jax_qmm import W4A16, W8A8, W8A16, Rule, nnx as qnnx
+from jax_qmm import W4A8, W4A16, W8A8, W8A16, Rule, nnx as qnnx
 
 SCHEMES = [
     W8A8(),
@@ -108,9 +108,11 @@ def test_a_stack_of_layers():
         (dict(mask=jnp.ones((3, 8, 4))), W8A8(), "it brings its own mask"),
         (dict(conv_general_dilated=lambda *args, **kwargs: None), W8A8(), "it brings its own conv_general_dilated"),
         ({}, W8A8("float8_e4m3fn"), "a Conv has no product of float8_e4m3fn: take int8"),
+        ({}, W8A8(tile_size=32), "a Conv takes a W8A8 without tile_size, W4A16 and W8A16"),
+        ({}, W4A8(32), "a Conv takes a W8A8 without tile_size, W4A16 and W8A16"),
         ({}, W4A16(1), "too small to gain: its kernel of 384 bytes would take 432"),
     ],
-    ids=["mask", "own", "float8", "small"],
+    ids=["mask", "own", "float8", "blocks", "W4A8", "small"],
 )
 def test_why_a_layer_stays_in_float(options, scheme, reason):
     layer = nnx.Conv(8, 4, (3,), rngs=nnx.Rngs(0), **options)

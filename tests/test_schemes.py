@@ -213,7 +213,7 @@ def test_weights_of_w8a8_get_blocks_and_their_sums(symmetric, weight_symmetric):
     assert per_channel.scale.shape == (2, 5, 1) and scheme.why_not(kernel, (-2,)) is None
 
 
-@pytest.mark.parametrize("n, count", [(8, 2), (10, 10), (3, 1)])  # where tiles don't divide it, a scale for each
+@pytest.mark.parametrize("n, count", [(8, 2), (10, 10), (3, 1), (0, 0)])  # a scale for each where tiles do not divide
 def test_tiles_of_several_channels_share_a_scale(n, count):
     kernel = np.random.default_rng(0).normal(size=(2, 40, n)).astype(np.float32)
     kernel[0, :16, :4] = 0  # a tile of zeros, or part of one

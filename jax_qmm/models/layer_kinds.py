@@ -57,8 +57,11 @@ class KernelUse:
 
     def why_not(self, scheme: Scheme) -> str | None:
         """Why a scheme does not fit what the layer does; None if it does."""
-        fits = not self.integers or jnp.issubdtype(scheme.dtype, jnp.integer)
-        return None if fits else f"a {self.op} has no product of {scheme.dtype}: take int8"
+        if not self.integers:
+            return None
+        if not jnp.issubdtype(scheme.dtype, jnp.integer):
+            return f"a {self.op} has no product of {scheme.dtype}: take int8"
+        return None if scheme.convolves else f"a {self.op} takes a W8A8 without tile_size, W4A16 and W8A16"
 
 
 def einsum_contracted(equation: str) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ import jax
 
 from jax_qmm.dtypes import array_bytes
 from jax_qmm.models.plan import Plan
-from jax_qmm.ops import block_scaled_mm, dispatch
-from jax_qmm.schemes import W8A8
+from jax_qmm.ops import block_quantized_mm, block_scaled_mm, dispatch
+from jax_qmm.schemes import W4A8, W8A8
 from jax_qmm.text_table import format_bytes, format_table
 
 
@@ -125,10 +125,15 @@ def make_report(
 
 def _runs_on(conversion):
     use, scheme = conversion.use, conversion.scheme
-    if isinstance(scheme, W8A8):
+    sizes = [use.shape[axis] for axis in use.contracted]
+    k = math.prod(sizes)
+    if isinstance(scheme, W4A8) or isinstance(scheme, W8A8) and scheme.block(sizes) == k:
         return dispatch.runs_on()
-    runs_on, k = dispatch.runs_on(block_scaled_mm.OLDEST), math.prod(use.shape[axis] for axis in use.contracted)
-    why = block_scaled_mm.unserved_blocks(scheme.tile_size or k, k)
+    if isinstance(scheme, W8A8):
+        op, block = block_quantized_mm, scheme.block(sizes)
+    else:
+        op, block = block_scaled_mm, scheme.tile_size or k
+    runs_on, why = dispatch.runs_on(op.OLDEST), op.unserved_blocks(block, k)
     return f"reference: {why}" if why and runs_on == "kernel" else runs_on
 
 

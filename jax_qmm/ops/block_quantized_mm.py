@@ -147,7 +147,7 @@ def _kernel(*operands, names, num_batch, block, activation, out_dtype):
 
 _ALIGNED, _PADDED = 4, 16  # columns: kernels copy 4 bytes at least, and 16 at once
 _BLOCKS = (32, 64, 128, 256)
-_OLDEST = 80  # compute capability 8.0, the first that they were tested for
+OLDEST = 80  # compute capability 8.0, the first that they were tested for
 
 
 def _kernel_block(block, k):
@@ -161,10 +161,15 @@ def _reference(a, b, *vectors, names, **params):
 
 def _unserved(platform, devices, operands, *, num_batch, block, **params):
     *_, k = matmul_form.sizes(operands, num_batch)
-    if why := _extension.fallback_reason(platform, devices, _OLDEST):
+    if why := _extension.fallback_reason(platform, devices, OLDEST):
         return why
     if not isinstance(k, int):
         return "K is symbolic"
+    return unserved_blocks(block, k)
+
+
+def unserved_blocks(block: int, k: int) -> str | None:
+    """Why kernels don't serve k columns in such blocks; None where they do."""
     if _kernel_block(block, k) is None:
         return f"blocks have {block} columns; kernels serve {', '.join(map(str, _BLOCKS))}"
     return None

@@ -21,7 +21,7 @@ from jax_qmm.ops.fake_quantize import straight_through
 from jax_qmm.ops.product import transposed
 from jax_qmm.qarray import QArray
 from jax_qmm.reference import activation as activations
-from jax_qmm.schemes import W4A8, W8A8, Scheme
+from jax_qmm.schemes import W8A8, Scheme
 
 # The public function
 
@@ -145,7 +145,7 @@ def _check_operands(lhs, rhs):
 
 def _is_weight_only(form, lhs, rhs, scheme):
     """Whether lhs is to stay float; checks the granularities."""
-    if isinstance(scheme, W4A8) or isinstance(scheme, W8A8) and scheme.tile_size is not None:
+    if isinstance(scheme, Scheme) and not scheme.convolves:
         raise ValueError(f"scheme is {scheme!r}; convolutions take a W8A8 without tile_size, W4A16 and W8A16")
     of_channel = _scales_along(rhs, form.numbers.rhs_spec[0])
     weight_only = weight_only_conv.is_weight_only(rhs) or not of_channel

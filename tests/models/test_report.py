@@ -2,7 +2,7 @@ from jax_qmm import _extension
 from jax_qmm.models.layer_kinds import KernelUse
 from jax_qmm.models.plan import Conversion, Plan
 from jax_qmm.models.report import LayerRow, Report, make_report
-from jax_qmm.schemes import W4A16, W8A8, Rule
+from jax_qmm.schemes import W4A8, W4A16, W8A8, Rule
 
 
 def test_report_prints_every_row_with_its_reason():
@@ -53,3 +53,16 @@ def test_blocks_that_no_kernel_takes_are_named(monkeypatch):
     rows = make_report(plan, dict.fromkeys(schemes, 1), dict.fromkeys(schemes, 1), (4, 4), {}).rows
     why = "reference: blocks have 24 columns; kernels serve multiples of 16"
     assert [row.runs_on for row in rows] == [why, "kernel", "kernel", "kernel"]
+
+
+def test_blocks_on_both_sides_that_no_kernel_takes_are_named(monkeypatch):
+    oldest = []
+    monkeypatch.setattr(_extension, "fallback_reason", lambda platform, devices, *arch: oldest.append(arch))
+    inner = {"a": 32, "b": 80, "c": 256, "d": 256}
+    uses = {name: KernelUse("LinearGeneral", (-3, -2), (4, size, 256)) for name, size in inner.items()}
+    schemes = {"a": W8A8(tile_size=64), "b": W8A8(tile_size=64), "c": W8A8(tile_size=1024), "d": W4A8()}
+    plan = Plan({name: Conversion(uses[name], scheme) for name, scheme in schemes.items()}, {}, ())
+    rows = make_report(plan, dict.fromkeys(schemes, 1), dict.fromkeys(schemes, 1), (4, 4), {}).rows
+    why = "reference: blocks have 16 columns; kernels serve 32, 64, 128, 256"
+    assert [row.runs_on for row in rows] == ["kernel", why, "kernel", "kernel"]
+    assert oldest == [(80,), (80,), (0,), (0,)]  # the last two are products with one scale for a token
