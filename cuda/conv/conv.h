@@ -1,21 +1,20 @@
 // Convolutions of int8, with scales, zero points and bias applied to the sums.
 //
-//   sum[l, i, p, o] = sum_{t, c} (lhs[l, i, p * strides + t * dilation - before, c of o's group] - zero_point_lhs[l,
-//   i])
-//                                * (rhs[l, o, t, c] - zero_point_rhs[l, o])
-//   y[l, i, p, o] = scale_lhs[l, i] * scale_rhs[l, o] * sum[l, i, p, o] + bias[l, o]
-//   out[l, i, p, o] = activation(y[l, i, p, o])
+//   l[i, q, c] = lhs[i, q, c] - zero_point_lhs[i], r[o, t, c] = rhs[o, t, c] - zero_point_rhs[o]
+//   sum[i, p, o] = sum_{t, c} l[i, p * strides + t * dilation - before, c of o's group] * r[o, t, c]
+//   y[i, p, o] = scale_lhs[i] * scale_rhs[o] * sum[i, p, o] + bias[o]
+//   out[i, p, o] = activation(y[i, p, o])
 //
-// p and t have three axes each. Where the window reaches out of an image it adds nothing. The sums are int32, modulo
-// 2^32; what follows them is that of scaled_mm/problem.h, int32 outputs included.
+// for each entry of a batch. q, p and t have three axes each. Where the window reaches out of an image it adds nothing.
+// The sums are int32, modulo 2^32; what follows them is that of scaled_mm/problem.h, int32 outputs included.
 //
 // It is computed as a product: a row of it is an output pixel, a column an output channel, and K is taps, then channels
 // of a group. Outside of an image stands its zero point, so that what it adds is the same for all pixels of an image:
 //
 //   sum = sum_k lhs * rhs - azp * azp_adj - sums_a * azp_b
 //
-// with azp = zero_point_lhs[l, i], azp_adj[l, o] the sums of rhs, azp_b = zero_point_rhs[l, o], and sums_a[l, i, p, g]
-// the sums of lhs less its zero point over the window and the channels of group g.
+// with azp = zero_point_lhs[i], azp_adj[o] the sums of rhs, azp_b = zero_point_rhs[o], and sums_a[i, p, g] the sums of
+// l over the window and the channels of group g.
 #pragma once
 
 #include <cuda_runtime_api.h>
