@@ -292,7 +292,15 @@ void bind_conv(nb::module_& m) {
             if (!choice) return std::nullopt;
             return describe_conv(*choice);
           },
-          "The kernel that serves it on a GPU, in words; None where there is none.");
+          "The kernel that serves it on a GPU, in words; None where there is none.")
+      .def(
+          "choices",
+          [](Conv const& p, Gpu const& gpu) {
+            std::vector<std::string> found;
+            for (int const choice : conv_choices(p, gpu)) found.push_back(describe_conv(choice));
+            return found;
+          },
+          nb::arg("gpu"), "All kernels that serve it, in words.");
   m.def("restrict_conv", restrict_conv, nb::arg("words"),
         "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
 }

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import os
 import sys
 from collections import defaultdict
@@ -15,7 +16,9 @@ from tqdm import tqdm
 
 import jax_qmm
 from jax_qmm import _extension
-from jax_qmm.reference import activation as activations, scaled_mm as reference
+from jax_qmm.ops import conv
+from jax_qmm.ops.conv_form import Window
+from jax_qmm.reference import activation as activations, conv as conv_reference, scaled_mm as reference
 from jax_qmm.reference.quantize import quantize_dynamic, quantize_static
 from jax_qmm.text_table import format_table
 from jax_qmm.tuning import Product
@@ -51,6 +54,10 @@ FP8_TOLERANCE = 2.0**-9
 WEIGHT_N, WEIGHT_K, WEIGHT_ROWS = 133, 1416, (1, 17, 131)
 WEIGHT_BLOCKS = (16, 32, 64, 320)
 WEIGHT_ZERO_POINTS = (None, "int32", "float32")
+
+# Convolutions: channels of a group, groups, output channels. Copies are of 16, 8 and 4 bytes; the last are depthwise.
+CONVOLUTIONS = ((16, 1, 133), (24, 1, 72), (20, 3, 15), (3, 1, 64), (1, 144, 144), (1, 20, 20))
+CONV_IMAGES, CONV_IMAGE, CONV_OUTPUTS = 3, (17, 19), ("bfloat16", "float32", "int32", "int8")
 
 # Shapes to quantize, with columns around the lengths at which the kernels change.
 ARRAYS = ((3, 1), (5, 31), (3, 1000), (2, 28672), (1, 131075))
@@ -217,6 +224,43 @@ def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str |
             yield Result(name, _extension.as_compiled(kernels, words, gpu), shape, wrong)
 
 
+def check_conv(kernels, gpu, channels: int, groups: int, out: int) -> Iterator[Result]:
+    """Runs every kernel that serves a convolution, with each dtype of the result, bit for bit as the reference."""
+    rng = np.random.default_rng(channels)
+    int8 = lambda *shape: jnp.asarray(rng.integers(-128, 128, shape, np.int8))
+    lhs, rhs = int8(CONV_IMAGES, *CONV_IMAGE, channels * groups), int8(out, 3, 2, channels)
+    vectors = {
+        "zero_point_lhs": int8(CONV_IMAGES),
+        "zero_point_rhs": int8(out).astype(jnp.int32),
+        "scale_lhs": jnp.asarray(rng.uniform(0.5, 2, CONV_IMAGES).astype("f")),
+        "scale_rhs": jnp.asarray(rng.uniform(0.5, 2, out).astype("f")),
+    }
+    window = Window((2, 1), ((1, 2), (0, 1)), (1, 1), (1, 2), groups)
+    m = CONV_IMAGES * math.prod(window.out_shape(CONV_IMAGE, (3, 2)))
+    for dtype in CONV_OUTPUTS:
+        output = (
+            {"out_scale": jnp.float32(3000), "out_zero_point": jnp.int32(OUT_ZERO_POINT)} if dtype == "int8" else {}
+        )
+        given = {name: x for name, x in (vectors | output).items() if dtype != "int32" or "zero" in name}
+        params: dict[str, Any] = dict(
+            num_batch=0, window=window, activation=activations.NONE, out_dtype=jnp.dtype(dtype)
+        )
+        with jax.default_device(jax.devices("cpu")[0]):
+            on_cpu = jax.device_put((lhs, rhs, given), jax.devices("cpu")[0])
+            want = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))(*on_cpu)
+        run = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params))
+        problem = (1, CONV_IMAGES, math.prod(CONV_IMAGE), m, 6 * channels, channels, out, groups, dtype)
+        for words in kernels.ConvProblem(*problem).choices(gpu):
+            kernels.restrict_conv(words)
+            try:
+                got = np.asarray(run(lhs, rhs, given))
+            finally:
+                kernels.restrict_conv("")
+            wrong = int((_bits(got) != _bits(np.asarray(want))).sum())
+            shape = f"{channels} x {groups} channels to {out}"
+            yield Result(f"conv, int8 to {dtype}", _extension.as_compiled(kernels, words, gpu), shape, wrong)
+
+
 def check_quantize(rows: int, columns: int) -> Iterator[Result]:
     """Quantizes an array in every way that has a kernel; all must agree with the reference bit for bit."""
     x = np.random.default_rng(columns).standard_normal((rows, columns), np.float32)
@@ -260,6 +304,8 @@ def run(kernels, gpu) -> tuple[list[Result], list[str]]:
     for kind in itertools.product(FLOATS, (4, 8), WEIGHT_ZERO_POINTS, WEIGHT_BLOCKS):
         check = functools.partial(check_block_scaled_mm, kernels, gpu, *kind)
         programs[f"block_scaled_mm {' '.join(map(str, kind))}"] = check
+    for sizes in CONVOLUTIONS:
+        programs[f"conv {sizes}"] = functools.partial(check_conv, kernels, gpu, *sizes)
     for shape in ARRAYS:
         programs[f"quantize {shape}"] = functools.partial(check_quantize, *shape)
     results, failures = [], []

@@ -30,10 +30,13 @@ class Extension:
         self.ScaledMmProblem = problem
         kernels_of_weights = types.SimpleNamespace(choices=lambda gpu: [("narrow", 0), ("wide", 64)])
         self.BlockScaledMmProblem = lambda *product: kernels_of_weights
+        self.ConvProblem = lambda *convolution: types.SimpleNamespace(choices=lambda gpu: ["narrow", "wide"])
         self.only = ""  # of these
 
     def restrict_block_scaled_mm(self, words):
         self.only = words
+
+    restrict_conv = restrict_block_scaled_mm
 
     def compiled_for(self, capability):
         return capability
@@ -51,6 +54,8 @@ def extension(monkeypatch):
     monkeypatch.setattr(selftest, "WEIGHT_BLOCKS", (64,))
     monkeypatch.setattr(selftest, "WEIGHT_K", 200)
     monkeypatch.setattr(selftest, "WEIGHT_ROWS", (3,))
+    monkeypatch.setattr(selftest, "CONVOLUTIONS", ((4, 1, 3),))
+    monkeypatch.setattr(selftest, "CONV_OUTPUTS", ("int32", "int8"))
     monkeypatch.setattr(selftest, "PRODUCTS", ((17, 48), (3, 75)))
     monkeypatch.setattr(selftest, "ARRAYS", ((2, 40),))
     monkeypatch.setattr(selftest, "FLOATS", ("float32",))
@@ -62,7 +67,7 @@ def main(extension, monkeypatch):
     """Runs the command where the stand-in's kernels fit the GPU."""
     monkeypatch.setattr(_extension, "_load", lambda: (extension, None))
     monkeypatch.setattr(_extension, "_gpus", lambda: [GPU])
-    monkeypatch.setattr(_extension, "fallback_reason", lambda platform, devices=(): None)
+    monkeypatch.setattr(_extension, "fallback_reason", lambda platform, devices=(), oldest=0: None)
     monkeypatch.setattr(_extension, "gpu", lambda: GPU)
     monkeypatch.setattr(jax, "default_device", lambda device: contextlib.nullcontext())
     monkeypatch.setenv("JAX_QMM_STRICT", "0")  # the command sets it
@@ -92,7 +97,9 @@ def test_every_kernel_runs_in_every_way(extension):
     assert len(products) == len(selftest.KINDS) * (3 + 1) and {result.kernel for result in products} == {*KERNELS}
     weights = [result for result in results if result.op.startswith("block_scaled_mm")]
     assert [result.kernel for result in weights] == ["wide", "narrow"] * (2 * 3)  # bits, zero points
-    assert len(results) - len(products) - len(weights) == 3 * 3  # qtypes and scales
+    convolutions = [result for result in results if result.op.startswith("conv")]
+    assert [result.kernel for result in convolutions] == ["narrow", "wide"] * 2
+    assert len(results) - sum(map(len, (products, weights, convolutions))) == 3 * 3  # qtypes and scales
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -126,6 +133,19 @@ def test_a_wrong_kernel_with_weights_in_blocks_is_found(extension, monkeypatch, 
     results, _ = selftest.run(extension, GPU)
     assert {result.kernel for result in results if result.wrong} == ({"narrow"} if found else set())
     assert extension.only == ""
+
+
+def test_a_wrong_convolution_is_found(extension, monkeypatch):
+    monkeypatch.setattr(selftest, "KINDS", ())
+    monkeypatch.setattr(selftest, "ARRAYS", ())
+    monkeypatch.setattr(selftest, "FLOATS", ())
+    bind = selftest.conv.bind
+    spoiled = lambda *args, **params: bind(*args, **params).at[0, 1, 2, 0].add(extension.only == "wide")
+    monkeypatch.setattr(selftest.conv, "bind", spoiled)
+    monkeypatch.setattr(jax, "jit", lambda function: function)  # each kernel is a program here
+    results, _ = selftest.run(extension, GPU)
+    assert {result.kernel for result in results if result.wrong} == {"wide"}
+    assert {result.wrong for result in results if result.wrong} == {1} and extension.only == ""
 
 
 def test_a_wrong_quantizer_is_found(extension, monkeypatch):
@@ -214,3 +234,12 @@ def test_the_kernels_pass_block_scaled_mm(dtype, bits, block, monkeypatch):
 @pytest.mark.gpu
 def test_the_kernels_pass_quantize():
     assert [result for result in selftest.check_quantize(3, 1000) if result.wrong] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", selftest.CONVOLUTIONS, ids=str)
+def test_the_kernels_pass_conv(sizes, monkeypatch):
+    monkeypatch.setattr(selftest, "CONV_IMAGE", (7, 6))
+    kernels, _ = _extension._load()
+    results = [*selftest.check_conv(kernels, _extension.gpu(), *sizes)]
+    assert (results or kernels.compiled_for(_extension.gpu().arch) < 80) and not any(r.wrong for r in results)

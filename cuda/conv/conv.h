@@ -37,6 +37,7 @@ using Sizes = std::array<int, kSpatial>;
 // out (batch, images, *pixels, n); m = images * pixels, k = taps * channels. Vectors of rows have a value for each
 // image, but sums_a, which has (batch, m * groups).
 struct Conv : ScaledMm {
+  static constexpr int kOldest = 80;         // compute capability 8.0, the first that the kernels were tested for
   static constexpr int kMostGroups = 65535;  // that a grid has
   static constexpr int kMostTaps = 256;      // of a depthwise convolution
 

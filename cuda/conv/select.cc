@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "conv/instances.h"
+#include "core/archs.h"
 #include "core/prepare.h"
 
 namespace jax_qmm {
@@ -60,6 +61,7 @@ using namespace conv;
 
 std::vector<int> conv_choices(Conv const& p, Gpu const& gpu) {
   std::vector<int> found;
+  if (compiled_for(gpu.arch) < Conv::kOldest) return found;
   for (int i = 0; i < int(instances().size()); ++i) {
     bool const is_wanted = describe_conv(i).find(wanted()) != std::string::npos;
     if (is_wanted && fits(instances()[i], gpu) && serves(instances()[i], p)) found.push_back(i);

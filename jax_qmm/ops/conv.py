@@ -96,7 +96,7 @@ def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype)
 _SPATIAL = 3  # axes that kernels have
 _ALIGNED = 4  # channels: kernels copy 4 bytes at least
 _MOST_TAPS, _MOST_GROUPS = 256, 65535  # as cuda/conv/conv.h has them
-_OLDEST = 80  # compute capability 8.0, the first that has the instructions
+_OLDEST = 80  # compute capability 8.0, the first that they were tested for
 
 
 def _padded(channels, window):
