@@ -118,7 +118,7 @@ std::vector<BlockScaledMmChoice> block_scaled_mm_choices(BlockScaledMm const& p,
     if (!runs(instances()[i], gpu) || !serves(instances()[i], p)) continue;
     for (int split : {1, 2, 4, 8}) {
       Instance const& one = instances()[i];
-      bool const splits = one.in != DType::kF32 && one.share == 1 && !one.scale_weights;
+      bool const splits = one.in != DType::kF32 && one.share == 1;
       if (split > 1 && (!splits || workspace_of(p, {i, split}) > p.workspace_bytes)) break;
       if (!wanted().empty() && describe_block_scaled_mm({i, split}).find(wanted()) == std::string::npos) continue;
       found.push_back({i, split});
