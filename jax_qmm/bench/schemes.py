@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +61,11 @@ def nbytes(scheme: Scheme, shape: Shape) -> int:
     17850368
     """
     m, n, k = shape
-    return jax.eval_shape(lambda: _weight(scheme, n, k, 0)).nbytes + 2 * m * k + 2 * m * n
+    return jax.eval_shape(lambda: weight_of(scheme, n, k, 0)).nbytes + 2 * m * k + 2 * m * n
 
 
-def _weight(scheme, n, k, seed) -> QArray:
+def weight_of(scheme: Scheme, n: int, k: int, seed: Any) -> QArray:
+    """A random weight `(N, K)` as the scheme quantizes it."""
     return scheme.quantize_weight(jax.random.normal(jax.random.key(seed), (n, k)), (-1,))
 
 
@@ -71,7 +73,7 @@ def calls(scheme: Scheme, shape: Shape, roofline_us: float) -> dict[str, Callabl
     """What measures, inside jitted programs: the scheme's product, and XLA's of bfloat16."""
     m, n, k = shape
     x = lambda i: jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16)
-    weight = jax.jit(functools.partial(_weight, scheme, n, k))
+    weight = jax.jit(functools.partial(weight_of, scheme, n, k))
     dense = lambda i: jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16)
 
     def timed(function, make, size):
@@ -94,7 +96,7 @@ def measure_all(
             m, n, k = shape
             size = nbytes(scheme, shape)
             roofline_us = 1e6 * max(size / bandwidth, 2 * m * n * k / peak)
-            operands = jax.eval_shape(lambda: (jnp.zeros((m, k), jnp.bfloat16), _weight(scheme, n, k, 0)))
+            operands = jax.eval_shape(lambda: (jnp.zeros((m, k), jnp.bfloat16), weight_of(scheme, n, k, 0)))
             *_, op = jax_qmm.explain(product(scheme), *operands).rows  # what quantizes x comes before it
             row = Row(name, shape, {"scheme": name}, op.runs_on, size, roofline_us, LABELS)
             timed = calls(scheme, shape, roofline_us)

@@ -525,4 +525,6 @@ def test_when_weights_are_dequantized_once():
         return _extension.dequantizes_once(jax.devices(), (m, 28672, 8192, 1, dtype, "bfloat16", bits, 128, None))
 
     assert not any(once(m) for m in (1, 8, 16, 64))
-    assert not once(16, "float32") and all(once(4096, dtype, bits) for dtype in ("bfloat16", "float16") for bits in BITS)
+    assert not once(16, "float32") and all(
+        once(4096, dtype, bits) for dtype in ("bfloat16", "float16") for bits in BITS
+    )
