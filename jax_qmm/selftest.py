@@ -52,7 +52,7 @@ FP8_TOLERANCE = 2.0**-9
 
 # Products with weights that are scaled in blocks: N and K ragged, M below and above what tiles have.
 WEIGHT_N, WEIGHT_K, WEIGHT_ROWS = 133, 1416, (1, 17, 131)
-WEIGHT_BLOCKS = (16, 32, 64, 320)
+WEIGHT_BLOCKS = (16, 32, 64, 384)
 WEIGHT_ZERO_POINTS = (None, "int32", "float32")
 
 # Convolutions: channels of a group, groups, output channels. Copies are of 16, 8 and 4 bytes; the last are depthwise.

@@ -68,7 +68,10 @@ struct ConfigSm90 {
   static_assert((TileM + 7) * kPitch * 4 <= kStageBytes * kStages, "sums take the place of the stages");
 };
 
-__device__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(kMathThreads) : "memory"); }
+template <int kBarrier, int kThreads>
+__device__ void sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
 
 // Without a release: see one_tile_sm90.cu.
 __device__ void sync_cluster() {
@@ -140,7 +143,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   int const rows_of_part = (kTileM + parts - 1) / parts, tile_m = min(kTileM, p.m - first_m);
   int const rows = min(rows_of_part, tile_m - part * rows_of_part);
   auto const finish_stages = [&] {
-    __syncthreads();
+    sync<2, C::kThreads>();  // the roles come here from places of their own, which __syncthreads is not for
     if (parts > 1) {
       if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows, 0) * kRowsW * 4);
       sync_cluster();
@@ -363,7 +366,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     Full::wait(&shared.added, 0);
     asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
   } else {
-    sync_math();
+    sync<1, kMathThreads>();
   }
   cudaGridDependencySynchronize();  // the bias is next
   write_rows<kRowsW, kPitch, kMathThreads>(p, partial, parts, rows_of_part, rows, l, first_m + part * rows_of_part,

@@ -59,7 +59,8 @@ def unpack(packed, qtype, k):
     if qtype == INT4:
         octets = packed.reshape(*blocks, 4, 4, 2, 2)  # t, w, p // 4, p % 4 // 2
         octets = jnp.moveaxis(octets, (-3, -1, -4, -2), (-4, -3, -2, -1))[..., None, :, :]
-        q = (octets >> jnp.array([0, 4], jnp.uint8)[:, None, None] & 15) - jnp.uint8(8)  # p % 2 before t
+        shift = 4 * jax.lax.broadcasted_iota(jnp.uint8, (2, 1, 1), 0)  # of p % 2, which comes before t
+        q = (octets >> shift & 15) - jnp.uint8(8)
     else:
         q = jnp.moveaxis(packed.reshape(*blocks, 4, 4, 2, 2), -4, -2) - jnp.uint8(128)
     q = q.reshape(*leading, columns)[..., :k]
