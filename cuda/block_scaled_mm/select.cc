@@ -44,12 +44,12 @@ bool serves(Instance const& i, BlockScaledMm const& p) {
   return i.in == DType::kF32 ? p.m <= i.tile_m : i.float_zero_points == p.float_zero_points();
 }
 
-// Seconds, as predicted from the description of the GPU. The constants are fitted to 450 times on an H200, of all
+// Seconds, as predicted from the description of the GPU. The constants are fitted to 726 times on an H200, of all
 // kernels on five weights of int4 and int8 in blocks of 128 and 1 to 1024 rows: benchmarks/block_scaled_mm/README.md.
 double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu const& gpu) {
-  double const launch = i.wgmma ? 3.6e-6 : 2e-6;
-  double const of_block = i.wgmma ? 4.5e-6 : 1.9e-6;  // beside its steps
-  double const neighbour = i.wgmma ? 0.15 : 0.33;     // by how much each block more on an SM slows a step down
+  double const launch = i.wgmma ? 4.4e-6 : 2e-6;
+  double const of_block = i.wgmma ? 2.8e-6 : 1.9e-6;  // beside its steps
+  double const neighbour = i.wgmma ? 0.41 : 0.33;     // by how much each block more on an SM slows a step down
   double const tiles_m = double(ceil_div(p.m, i.tile_m)), tiles_n = double(ceil_div(p.n, i.rows));
   int const parts = count_parts(p, i.step, split);
   double const blocks = tiles_m * tiles_n * p.batch * parts;
@@ -59,24 +59,25 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   // Cycles of a lane for each of its weights: to dequantize it, and to multiply it and to scale sums for each row of x.
   // An SM has 128 lanes. With wgmma the tensor cores' products come beside them.
   double const dequantizing = p.in == DType::kF32   ? 7.7
-                              : i.wgmma             ? (p.bits == 4 ? 4.5 : 5.9)
+                              : i.wgmma             ? (p.bits == 4 ? 5.1 : 6.5)
                               : p.bits == 4         ? 8.4
                               : p.in == DType::kF16 ? 10.7
                                                     : 14.5;
-  double const of_row = p.in == DType::kF32 ? 2.6 : i.wgmma ? 3.4 / 128 : 10.2 / i.unit;
+  double const of_row = p.in == DType::kF32 ? 2.6 : i.wgmma ? 2.5 / 128 : 10.2 / i.unit;
   double const cycles = dequantizing + of_row * (i.scale_weights ? 128 : i.tile_m);
   double const issuing = double(i.rows) * i.step * cycles / (128 * gpu.clock) * (1 + neighbour * (resident - 1));
   double const rate = 0.68 * gpu.peak / 2 / gpu.sm_count;
   double const multiplying = i.wgmma ? 2.0 * i.rows * i.step * i.tile_m * resident / rate : 0;
   auto const cube = [](double seconds) { return seconds * seconds * seconds; };
   double const steps = double(ceil_div(ceil_div(p.k, i.step), parts));
+  double const sending = parts > 1 && i.wgmma ? 0.046e-6 * i.tile_m : 0;  // of sums to the blocks that share K
   double const computing =
-      std::ceil(blocks / slots) * (steps * std::cbrt(cube(issuing) + cube(multiplying)) + of_block);
+      std::ceil(blocks / slots) * (steps * std::cbrt(cube(issuing) + cube(multiplying)) + of_block + sending);
   // Memory has the weights to read once, and L2 what every block reads, at so many bytes a cycle and SM.
   double const of_l2 = (i.wgmma ? 40 : 18.6) * std::min<double>(gpu.sm_count, blocks) * gpu.clock;
   double const weights = double(p.batch) * p.n * p.row_bytes(), x = double(p.batch) * p.m * p.k * bytes_of(p.in);
   double const reading =
-      std::max(weights / ((i.wgmma ? 0.86 : 1.0) * gpu.copy_rate), (weights * tiles_m + x * tiles_n / i.share) / of_l2);
+      std::max(weights / ((i.wgmma ? 0.91 : 1.0) * gpu.copy_rate), (weights * tiles_m + x * tiles_n / i.share) / of_l2);
   double const adding =  // by a second kernel
       parts > 1 && !i.wgmma ? 2.6e-6 + 4.0 * parts * sums_of_part(p) / (40 * gpu.sm_count * gpu.clock) : 0;
   return launch + std::cbrt(cube(computing) + cube(reading)) + adding;
@@ -118,8 +119,8 @@ std::vector<BlockScaledMmChoice> block_scaled_mm_choices(BlockScaledMm const& p,
     if (!runs(instances()[i], gpu) || !serves(instances()[i], p)) continue;
     for (int split : {1, 2, 4, 8}) {
       Instance const& one = instances()[i];
-      bool const splits = one.in != DType::kF32 && one.share == 1;
-      if (split > 1 && (!splits || workspace_of(p, {i, split}) > p.workspace_bytes)) break;
+      int const most = one.in == DType::kF32 || one.share > 1 ? 1 : one.scale_weights ? 2 : 8;  // of those that gain
+      if (split > most || (split > 1 && workspace_of(p, {i, split}) > p.workspace_bytes)) break;
       if (!wanted().empty() && describe_block_scaled_mm({i, split}).find(wanted()) == std::string::npos) continue;
       found.push_back({i, split});
     }

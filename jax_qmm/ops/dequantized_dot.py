@@ -40,7 +40,9 @@ def float_dot(product, lhs, rhs):
     dtypes = {product.out_dtype, *(x.dtype for x in (lhs, rhs) if not isinstance(x, QArray))}
     dtype = product.out_dtype if len(dtypes) == 1 else jnp.dtype(jnp.float32)
     sizes = product.sizes(lhs, rhs)
-    dense = (x.dequantize(dtype) if isinstance(x, QArray) else x.astype(dtype) for x in (lhs, rhs))
+    # Before the product and not in it: see reference.block_scaled_mm.
+    dequantized = lambda x: jax.lax.optimization_barrier(x.dequantize(dtype))
+    dense = (dequantized(x) if isinstance(x, QArray) else x.astype(dtype) for x in (lhs, rhs))
     (lhs, left), (rhs, right) = (_without_ones(x, own, sizes) for x, own in zip(dense, (product.lhs, product.rhs)))
     batch = tuple(label for label in product.batch if label in left and label in right)
     free = tuple(label for label in (*left, *right) if label not in (*product.contracted, *batch))

@@ -90,7 +90,8 @@ def dequantized(w, scale, zero_point, *, qtype, packed, block, k, dtype=jnp.floa
         w = packing.unpack(w, qtype, k)
     if scale.shape[-1] != 1:
         scale, zero_point = (None if leaf is None else spread(leaf, block, k) for leaf in (scale, zero_point))
-    return dequantize(w, scale, zero_point, dtype)
+    # A product of XLA's that dequantizes int4 values itself can be wrong on a GPU (Triton's, as of jaxlib 0.11.2).
+    return jax.lax.optimization_barrier(dequantize(w, scale, zero_point, dtype))
 
 
 def epilogue(sums, bias, *, num_batch, activation, out_dtype):

@@ -25,5 +25,5 @@ def test_choices_are_near_the_fastest_that_was_measured(extension):
         chosen = "dequantized once" if problem.dequantizes_once(gpu) else problem.select(gpu)
         if chosen in ours:
             ratios[bits, m, n, k] = ours[chosen] / min(ours.values())
-    assert len(ratios) >= 0.75 * len(products)
+    assert len(ratios) >= 0.9 * len(products)
     assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.03 and max(ratios.values()) < 1.25, ratios
