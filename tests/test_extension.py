@@ -142,8 +142,15 @@ x = jax.ShapeDtypeStruct((64, 64), "bfloat16", sharding=NamedSharding(mesh, Part
 def f(x):
     a, b = jax_qmm.quantize(x), jax_qmm.quantize(x, scale=0.1)
     w = jax_qmm.QArray(b.qvalue, a.scale)
-    products = [jax_qmm.block_scaled_mm(x, w), jax_qmm.block_scaled_mm(x.astype("float32"), w.pack())]
-    return jax_qmm.scaled_mm(a.qvalue, b.qvalue, a.scale, 0.1), products, jax_qmm.block_scaled_mm(a, w)
+    image = jax_qmm.QArray(a.qvalue.reshape(1, 8, 8, 64), jax.numpy.ones((1, 1, 1, 1)))
+    kernel = jax_qmm.QArray(b.qvalue.reshape(16, 2, 2, 64), jax.numpy.ones((1, 1, 1, 1)))
+    return [
+        jax_qmm.scaled_mm(a.qvalue, b.qvalue, a.scale, 0.1),
+        jax_qmm.block_scaled_mm(x, w),
+        jax_qmm.block_scaled_mm(x.astype("float32"), w.pack()),
+        jax_qmm.block_scaled_mm(a, w),
+        jax_qmm.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC")),
+    ]
 print(jax.jit(f).lower(x).compile().as_text(), jax_qmm._extension.launches())
 """
 
