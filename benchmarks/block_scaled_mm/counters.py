@@ -35,7 +35,7 @@ def run(rows, bits):
 
 def main():
     columns = "bits", "rows of x", "blocks", "PTX instructions a weight"
-    columns += "bytes asked for", "bytes needed", "asked / needed", "conflicts"
+    columns += "bytes needed", "read / needed", "asked / needed", "conflicts"
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for bits in (4, 8):
         for rows in (1, 16):
@@ -47,8 +47,8 @@ def main():
             instructions = launch["lane_instructions"] / SIZE**2
             ideal = launch["shared_wavefronts_ideal"]
             found = f"{launch['shared_wavefronts'] - ideal} of {ideal}"
-            asked = launch["global_load_bytes"]
-            cells = bits, rows, launch["grid"][0], f"{instructions:.2f}", asked, needed, f"{asked / needed:.2f}", found
+            ratios = [f"{launch[key] / needed:.3f}" for key in ("global_loaded_once_bytes", "global_load_bytes")]
+            cells = bits, rows, launch["grid"][0], f"{instructions:.2f}", needed, *ratios, found
             print(f"| {' | '.join(map(str, cells))} |")
 
 

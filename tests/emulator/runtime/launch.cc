@@ -229,6 +229,7 @@ bool Launch::run() {
     sectors += c.sectors, sector_bytes += c.sector_bytes, store_sectors += c.store_sectors,
         store_bytes += c.store_bytes;
     shared_wavefronts += c.shared_wavefronts, shared_ideal += c.shared_ideal;
+    loaded.insert(c.loaded.begin(), c.loaded.end());
   };
   auto const work = [&] {
     FloatMode const mode;

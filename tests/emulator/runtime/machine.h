@@ -8,6 +8,7 @@
 #include <random>
 #include <set>
 #include <shared_mutex>
+#include <unordered_set>
 
 #include "ptx.h"
 
@@ -237,6 +238,7 @@ struct Cluster {
   bool accessed = false;                           // global memory, since its last fence
   std::vector<uint64_t> executed, executed_lanes;  // by instruction, for the statistics
   uint64_t sectors = 0, sector_bytes = 0, store_sectors = 0, store_bytes = 0, shared_wavefronts = 0, shared_ideal = 0;
+  std::unordered_set<uint64_t> loaded;  // sectors of global memory: what a cache without limits reads
 };
 
 struct Report {
@@ -259,6 +261,7 @@ struct Launch {
   uint64_t instructions = 0, lane_instructions = 0;
   std::vector<uint64_t> executed, executed_lanes;
   uint64_t sectors = 0, sector_bytes = 0, store_sectors = 0, store_bytes = 0, shared_wavefronts = 0, shared_ideal = 0;
+  std::unordered_set<uint64_t> loaded;
   double seconds = 0;
   uint64_t serial = 0;
   uint64_t global_time = 0;

@@ -246,6 +246,7 @@ void count_global(Warp& w, uint64_t const* addresses, uint32_t lanes, uint32_t s
   Cluster& c = *w.cta->cluster;
   uint64_t const unique = std::unique(sectors, sectors + n) - sectors;
   (store ? c.store_sectors : c.sectors) += unique;
+  if (!store) c.loaded.insert(sectors, sectors + unique);
   (store ? c.store_bytes : c.sector_bytes) += uint64_t(size) * __builtin_popcount(lanes);
 }
 

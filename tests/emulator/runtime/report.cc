@@ -129,9 +129,9 @@ std::string Launch::json() const {
   comma = "";
   for (auto const& [name, n] : mma) out << comma << "\"" << name << "\": " << n, comma = ", ";
   out << "}, \"global_load_sectors\": " << sectors << ", \"global_load_bytes\": " << sector_bytes
-      << ", \"global_store_sectors\": " << store_sectors << ", \"global_store_bytes\": " << store_bytes
-      << ", \"shared_wavefronts\": " << shared_wavefronts << ", \"shared_wavefronts_ideal\": " << shared_ideal
-      << ", \"reports\": " << reports.size() << "}";
+      << ", \"global_loaded_once_bytes\": " << 32 * loaded.size() << ", \"global_store_sectors\": " << store_sectors
+      << ", \"global_store_bytes\": " << store_bytes << ", \"shared_wavefronts\": " << shared_wavefronts
+      << ", \"shared_wavefronts_ideal\": " << shared_ideal << ", \"reports\": " << reports.size() << "}";
   return out.str();
 }
 
