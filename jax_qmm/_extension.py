@@ -264,32 +264,26 @@ def dequantizes_once(devices, product) -> bool:
 
 def describe_block_scaled_mm(product) -> str:
     """The kernel that the extension chooses for a `BlockScaledMmProblem`, in words; "" without the extension."""
-    kernels, _ = _load()
-    if kernels is None:
-        return ""
-    on = gpu()
-    words = kernels.BlockScaledMmProblem(*product).select(on)
-    return f"{as_compiled(kernels, words, on)} (by the cost model, not measured)"
+    return _describe("BlockScaledMmProblem", product, "by the cost model, not measured")
 
 
 def describe_block_quantized_mm(product) -> str:
     """Likewise for a `BlockQuantizedMmProblem`."""
-    kernels, _ = _load()
-    if kernels is None:
-        return ""
-    on = gpu()
-    words = kernels.BlockQuantizedMmProblem(*product).select(on)
-    return f"{as_compiled(kernels, words, on)} (by a formula, not measured)"
+    return _describe("BlockQuantizedMmProblem", product, "by a formula, not measured")
 
 
 def describe_conv(convolution) -> str:
     """Likewise for a `ConvProblem`."""
+    return _describe("ConvProblem", convolution, "by a formula, not measured")
+
+
+def _describe(problem, arguments, why):
     kernels, _ = _load()
     if kernels is None:
         return ""
     on = gpu()
-    words = kernels.ConvProblem(*convolution).select(on)
-    return f"{as_compiled(kernels, words, on)} (by a formula, not measured)"
+    words = getattr(kernels, problem)(*arguments).select(on)
+    return f"{as_compiled(kernels, words, on)} ({why})"
 
 
 def _multiple_of_16(size):
