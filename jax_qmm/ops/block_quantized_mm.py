@@ -215,17 +215,13 @@ def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
         for name, tangent in zip(names, tangents[2:])
         if not isinstance(tangent, ad.Zero) and tangent.dtype != float0
     }
-    if not moving or activation == activations.NONE:
-        out = product(activation=activation, out_dtype=out_dtype)
-    else:  # one product for the result and for the slope of the activation
-        y = product(activation=activations.NONE, out_dtype=jnp.dtype(jnp.float32))
-        out = activations.activate(y, activation).astype(out_dtype)
+    out, y = matmul_form.result_and_argument(product, moving, activation, out_dtype)
     if not moving:
         return out, _compat.zero_tangent(out)
     at = {name: vectors[name] for name in moving}
     linear = lambda at: reference.linear(*values, **{**vectors, **at}, **params)
     _, tangent = jax.jvp(linear, (at,), (moving,))
-    if activation != activations.NONE:
+    if y is not None:
         tangent = activations.tangent(y, tangent, activation)
     return out, tangent.astype(out_dtype)
 

@@ -294,11 +294,7 @@ def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
     """By x, scale, a float zero point and bias, as of a product with the dequantized weight."""
     product = functools.partial(block_scaled_mm_p.bind, *primals, names=names, **params)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != float0]
-    if not moving or activation == activations.NONE:
-        out = product(activation=activation, out_dtype=out_dtype)
-    else:  # one product for the result and for the slope of the activation
-        y = product(activation=activations.NONE, out_dtype=jnp.dtype(jnp.float32))
-        out = activations.activate(y, activation).astype(out_dtype)
+    out, y = matmul_form.result_and_argument(product, moving, activation, out_dtype)
     if not moving:
         return out, _compat.zero_tangent(out)
 
@@ -312,7 +308,7 @@ def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
 
     parts = [primals[i] for i in moving]
     _, tangent = jax.jvp(functools.partial(linear, primals), (parts,), ([tangents[i] for i in moving],))
-    if activation != activations.NONE:
+    if y is not None:
         tangent = activations.tangent(y, tangent, activation)
     return out, tangent.astype(out_dtype)
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jax_qmm import _compat
 from jax_qmm.ops.sharding import mesh_axes
+from jax_qmm.reference import activation as activations
 
 
 def batch_shape(operands, num_batch):
@@ -66,6 +67,17 @@ def _explicit_spec(op, a, b, num_batch):
             "axis; reshard one of them or pass out_sharding"
         )
     return PartitionSpec(*spec)
+
+
+def result_and_argument(product, moving, activation, out_dtype):
+    """The result of a product that is differentiated, and the float32 argument of its activation: of one product.
+
+    The argument is None where no tangent needs it. `product` takes the activation and the dtype of its result.
+    """
+    if not moving or activation == activations.NONE:
+        return product(activation=activation, out_dtype=out_dtype), None
+    y = product(activation=activations.NONE, out_dtype=jnp.dtype(jnp.float32))
+    return activations.activate(y, activation).astype(out_dtype), y
 
 
 def batch_operands(operands, dims, labels, num_batch, out_sharding):
