@@ -62,15 +62,15 @@ struct ConfigSm90 {
     alignas(1024) uint8_t x[kStages][2][kBytesX];
     alignas(128) uint8_t w[kStages][kBoxesW][kRowsW][kBoxBytes];
     alignas(16) Term terms[kStages][kTerms][kRowsW];
-    uint64_t full[kStages], empty[kStages], added;
+    uint64_t full[kStages], empty[kStages], met, added;
   };
   static_assert(kStages >= 2, "a stage is free again when the next one's products are under way");
   static_assert((TileM + 7) * kPitch * 4 <= kStageBytes * kStages, "sums take the place of the stages");
 };
 
-template <int kBarrier, int kThreads>
-__device__ void sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+template <int kThreads>
+__device__ void sync_math() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
 // Without a release: see one_tile_sm90.cu.
@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       Full::init(&shared.full[s], 2);
       Empty::init(&shared.empty[s], share * kMathWarps);
     }
+    Full::init(&shared.met, C::kThreads / 32);
     Full::init(&shared.added, kMathWarps + 1);
     cutlass::arch::fence_barrier_init();
   }
@@ -143,7 +144,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   int const rows_of_part = (kTileM + parts - 1) / parts, tile_m = min(kTileM, p.m - first_m);
   int const rows = min(rows_of_part, tile_m - part * rows_of_part);
   auto const finish_stages = [&] {
-    sync<2, C::kThreads>();  // the roles come here from places of their own, which __syncthreads is not for
+    // The roles come here from places of their own, which barriers of a block are not for.
+    __syncwarp();
+    if (elect_one_sync()) Full::arrive(&shared.met);
+    Full::wait(&shared.met, 0);
+    asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
     if (parts > 1) {
       if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows, 0) * kRowsW * 4);
       sync_cluster();
@@ -364,9 +369,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     __syncwarp();
     if (elect_one_sync()) Full::arrive(&shared.added);
     Full::wait(&shared.added, 0);
-    asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
+    asm volatile("" ::: "memory");
   } else {
-    sync<1, kMathThreads>();
+    sync_math<kMathThreads>();
   }
   cudaGridDependencySynchronize();  // the bias is next
   write_rows<kRowsW, kPitch, kMathThreads>(p, partial, parts, rows_of_part, rows, l, first_m + part * rows_of_part,
