@@ -59,7 +59,7 @@ def unpack(packed, qtype, k):
     if qtype == INT4:
         octets = packed.reshape(*blocks, 4, 4, 2, 2)  # t, w, p // 4, p % 4 // 2
         octets = jnp.moveaxis(octets, (-3, -1, -4, -2), (-4, -3, -2, -1))[..., None, :, :]
-        # Four shifts: XLA computes 4 * second once for all weights of a program and then fuses what uses it, so that all
+        # Four shifts: XLA computes 4 * second once for all weights of a program and fuses what uses it, so that all
         # weights are dequantized, and take memory, at the same time.
         second = jax.lax.broadcasted_iota(jnp.uint8, (2, 1, 1), 0)  # of p % 2, which comes before t
         q = (octets >> second >> second >> second >> second & 15) - jnp.uint8(8)

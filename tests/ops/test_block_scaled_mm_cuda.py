@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_qmm
 
-LAYERS, ROWS, SIZE = 8, 2048, 4096
+LAYERS, ROWS, SIZE = 16, 2048, 4096
 
 
 def compile_for_h200():
@@ -42,7 +42,9 @@ def compile_for_h200():
             jax.eval_shape(lambda make=make: [make() for _ in range(LAYERS)]),
         )
         compiled = jax.jit(jax.grad(loss)).lower(*jax.tree.map(spec, operands)).compile()
-        temporaries[name] = compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        temporaries[name] = analysis.temp_size_in_bytes
     print(json.dumps(temporaries))
 
 
