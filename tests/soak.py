@@ -1,4 +1,4 @@
-"""Compares random calls of the products and quantizers with the reference, for as long as asked.
+"""Compares random calls of the products, convolutions and quantizers with the reference, for as long as asked.
 
     python tests/soak.py --minutes 10 --processes 6
 
@@ -15,12 +15,13 @@ import multiprocessing
 import os
 import time
 
+import conv_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_qmm
-from jax_qmm.reference import activation as activations, scaled_mm as reference
+from jax_qmm.reference import activation as activations, block_quantized_mm as blocks, scaled_mm as reference
 from jax_qmm.reference.quantize import quantize_dynamic, quantize_static, sums as sums_of
 from jax_qmm.selftest import FP8_TOLERANCE
 
@@ -251,13 +252,115 @@ def check_weights(rng, cpu):
     return kind, f"{kind}, {given}: {wrong.sum()} of {wrong.size} wrong" if wrong.any() else ""
 
 
+def check_convolution(rng, cpu):
+    """Compares one convolution, bit for bit."""
+    rank = int(rng.integers(1, 4))
+    each = lambda low, high: tuple(int(v) for v in rng.integers(low, high, rank))
+    taps, strides, dilation = each(1, 6), each(1, 4), each(1, 3)
+    spatial, padding = each(8, (600, 40, 14)[rank - 1]), tuple(zip(each(-1, 4), each(-1, 4)))
+    # No image is smaller than the window.
+    spatial = tuple(max(size, (n - 1) * by + 3) for size, n, by in zip(spatial, taps, dilation))
+    groups = int(rng.choice([1, 1, 3, 48]))
+    channels, out = 1 if groups == 48 else int(rng.choice([4, 16, 20, 64])), int(rng.integers(1, 150 // groups + 1))
+    if groups == 1 and rng.random() < 0.3:
+        channels = int(rng.integers(1, 40))
+    case = conv_oracle.case(
+        *(spatial, taps, strides, padding, dilation),
+        **dict(images=int(rng.integers(1, 4)), channels=channels, out=1 if groups == 48 else out, groups=groups),
+    )
+    lhs, rhs = (conv_oracle.int8(rng, *shape) for shape in (case.lhs_shape(), case.rhs_shape()))
+    zero_l, zero_r = (int(rng.integers(-128, 128)) if rng.random() < 0.4 else None for _ in range(2))
+    out_dtype = str(rng.choice(["bfloat16", "float16", "float32", "int8", "int32"]))
+    ones = lambda x: (1,) * x.ndim
+    scale_l = np.full(ones(lhs), rng.uniform(0.5, 2), "f")
+    scale_r = (rng.uniform(-2, 2, len(rhs)) / math.sqrt(math.prod(rhs.shape[1:])) / 5000).astype("f")
+    options: dict = {"out_dtype": jnp.dtype(out_dtype)}
+    given, vectors = {}, {}
+    if out_dtype != "int32":
+        vectors = {"scale_a": scale_l.reshape(1), "scale_b": scale_r}
+        options["activation"] = (None, "relu", "relu6", (-0.5, 1.25))[rng.integers(4)]
+        if rng.random() < 0.5:
+            given["bias"] = vectors["bias"] = rng.uniform(-2, 2, len(rhs)).astype("f")
+    if out_dtype == "int8":
+        given |= {"out_scale": np.float32(rng.uniform(0.01, 0.1)), "out_zero_point": np.int32(rng.integers(-20, 20))}
+
+    def convolution(lhs, rhs, given):
+        def qarray(x, scale, zero):
+            scale = jnp.asarray(scale).reshape(-1, *ones(x)[1:])
+            return jax_qmm.QArray(x, scale, None if zero is None else jnp.full(scale.shape, zero, jnp.int32))
+
+        lhs, rhs = qarray(lhs, scale_l, zero_l), qarray(rhs, scale_r, zero_r)
+        return jax_qmm.conv_general_dilated(lhs, rhs, **case.keywords(), **given, **options)
+
+    got = np.asarray(jax.jit(convolution)(lhs, rhs, given))
+    wide = (x.astype(np.int64) - (zero or 0) for x, zero in ((lhs, zero_l), (rhs, zero_r)))
+    want = conv_oracle.sums(case, *wide).astype(np.int32)
+    if out_dtype != "int32":
+        named = options.pop("activation")
+        activation = (
+            activations.Activation("clamp", *named) if isinstance(named, tuple) else activations.NAMED.get(named)
+        )
+        with jax.default_device(cpu):
+            output = {name: jnp.asarray(x).reshape(1) for name, x in given.items() if name != "bias"}
+            rows = jnp.asarray(want.reshape(-1, len(rhs)))
+            want = reference.epilogue(
+                *(rows,), num_batch=0, activation=activation or activations.NONE, **vectors, **output, **options
+            )
+        want = np.asarray(want).reshape(got.shape)
+    wrong = bits(got) != bits(want)
+    kind = f"{'depthwise ' if groups == 48 else ''}convolution to {out_dtype}"
+    return kind, f"{kind}, {case}, {zero_l}, {zero_r}: {wrong.sum()} of {wrong.size} wrong" if wrong.any() else ""
+
+
+def check_blocks(rng, cpu):
+    """Compares a product of two QArrays in blocks: int8 bit for bit, fp8 within the rounding of its sums."""
+    m, n, k, block = size(rng, 512), size(rng, 1024), size(rng, 4096), int(rng.choice([32, 64, 128, 256]))
+    dtype, out = str(rng.choice(["int8", "float8_e4m3fn"])), str(rng.choice(["bfloat16", "float16", "float32"]))
+    operands, widths = {}, {"a": m, "b": n}
+    for side, rows in widths.items():
+        groups = (rows, -(-k // block))
+        q = rng.integers(-128, 128, (rows, k), np.int8) if dtype == "int8" else rng.normal(0, 50, (rows, k))
+        operands[side] = q.astype(jnp.dtype(dtype))
+        operands[f"scale_{side}"] = (rng.uniform(-2, 2, groups) / math.sqrt(max(k, 1)) / 5000).astype("f")
+        if dtype == "int8" and rng.random() < 0.5:
+            operands[f"zero_point_{side}"] = rng.integers(-128, 128, groups, np.int32)
+    if rng.random() < 0.5:
+        operands["bias"] = rng.uniform(-2, 2, n).astype("f")
+
+    def product(given):
+        sides = (
+            jax_qmm.QArray(given[s], given[f"scale_{s}"], given.get(f"zero_point_{s}"), tile_size=block) for s in "ab"
+        )
+        return jax_qmm.block_scaled_mm(*sides, given.get("bias"), out_dtype=jnp.dtype(out))
+
+    got = np.asarray(jax.jit(product)(operands))
+    kind = f"{dtype} blocks to {out}"
+    if dtype == "int8":
+        with jax.default_device(cpu):
+            by_reference = jax.jit(
+                lambda given: blocks.block_quantized_mm(**given, block=block, out_dtype=jnp.dtype(out))
+            )
+            wrong = bits(got) != bits(np.asarray(by_reference(operands)))
+    else:
+        dense = [operands[s].astype("d") * np.repeat(operands[f"scale_{s}"].astype("d"), block, 1)[:, :k] for s in "ab"]
+        want = dense[0] @ dense[1].T + operands.get("bias", 0)
+        off = 2.0**-10 * (np.abs(dense[0]) @ np.abs(dense[1]).T) + 2.0**-23 * np.abs(want)
+        off += float(jnp.finfo(out).eps) * (np.abs(want) + off) + float(jnp.finfo(out).tiny)
+        wrong = ~(np.abs(got.astype("d") - want) <= off)
+    shapes = {name: x.shape for name, x in operands.items()}
+    return kind, f"{kind}, {shapes}, blocks of {block}: {wrong.sum()} of {wrong.size} wrong" if wrong.any() else ""
+
+
+CHECKS = (check_product, check_product, check_weights, check_quantize, check_convolution, check_blocks)
+
+
 def soak(seed, seconds):
     """Calls until the time is over: the counts by kind, and what was wrong or ""."""
     os.environ["JAX_QMM_STRICT"] = "1"  # a call on the reference would compare it with itself
     cpu, counts, until, wrong, number = jax.devices("cpu")[0], collections.Counter(), time.monotonic() + seconds, "", 0
     while time.monotonic() < until and not wrong:
         rng = np.random.default_rng((seed, number))
-        kind, wrong = (check_product, check_product, check_weights, check_quantize)[rng.integers(4)](rng, cpu)
+        kind, wrong = CHECKS[rng.integers(len(CHECKS))](rng, cpu)
         wrong = wrong and f"seed {seed}, call {number}: {wrong}"
         counts[kind] += 1
         number += 1
