@@ -102,8 +102,8 @@ class Windows {
   uint32_t outside_[kCopies];  // four times the zero point, which stands for what is not in the image
 };
 
-template <int TileM, int TileN, int WarpsM, int WarpsN, int Stages, int BlocksPerSm>
-struct Config : sm80::Config<DType::kS8, Accum::kFull, TileM, TileN, 64, WarpsM, WarpsN, 1, Stages> {
+template <int TileM, int TileN, int TileK, int WarpsM, int WarpsN, int Stages, int BlocksPerSm>
+struct Config : sm80::Config<DType::kS8, Accum::kFull, TileM, TileN, TileK, WarpsM, WarpsN, 1, Stages> {
   static constexpr int kBlocksPerSm = BlocksPerSm;
 };
 
@@ -153,15 +153,17 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
 
 template <class C>
 Instance instance() {
-  return {0, C::kTileM, C::kTileN, C::kStages, C::kThreads, C::kBlocksPerSm, C::kSharedBytes, prepare<C>, launch<C>};
+  return {0,           C::kTileM,       C::kTileN,       C::kTileK,  C::kStages,
+          C::kThreads, C::kBlocksPerSm, C::kSharedBytes, prepare<C>, launch<C>};
 }
 
 }  // namespace
 
 void add_implicit_gemm(std::vector<Instance>& to) {
-  to.push_back(instance<Config<64, 64, 2, 2, 4, 2>>());
-  to.push_back(instance<Config<128, 64, 4, 2, 4, 1>>());
-  to.push_back(instance<Config<128, 128, 2, 4, 4, 1>>());
+  to.push_back(instance<Config<64, 64, 64, 2, 2, 4, 2>>());
+  to.push_back(instance<Config<64, 64, 128, 2, 2, 4, 1>>());
+  to.push_back(instance<Config<128, 64, 64, 4, 2, 4, 2>>());
+  to.push_back(instance<Config<128, 128, 64, 2, 4, 4, 1>>());
 }
 
 }  // namespace jax_qmm::conv

@@ -46,10 +46,10 @@ double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
   double const tiles = of_group * p.groups * p.batch;
   double const waves = std::ceil(tiles / (gpu.sm_count * i.blocks_per_sm));
   double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(tiles / gpu.sm_count));
-  double const outputs = double(i.tile_m) * i.tile_n, k = p.k;
+  double const outputs = double(i.tile_m) * i.tile_n, k = double(ceil_div(p.k, i.tile_k)) * i.tile_k;
   double const multiplying = outputs * k * 2 / (gpu.peak / gpu.sm_count / gpu.clock);
   double const reading = (i.tile_m + i.tile_n) * k / kL2;
-  double const waiting = k / 64 * kLatency / (i.stages - 1);
+  double const waiting = k / i.tile_k * kLatency / (i.stages - 1);
   double const cycles = std::max(waiting, on_sm * std::max(multiplying, reading));
   return std::max(waves * cycles / gpu.clock, from_memory);
 }
@@ -84,7 +84,8 @@ void restrict_conv(std::string words) { wanted() = std::move(words); }
 std::string describe_conv(int instance) {
   Instance const& i = instances().at(instance);
   if (i.depthwise_channels != 0) return "sm80 depthwise " + std::to_string(i.depthwise_channels) + " channels int8";
-  return "sm80 implicit GEMM " + std::to_string(i.tile_m) + "x" + std::to_string(i.tile_n) + "x64 int8";
+  return "sm80 implicit GEMM " + std::to_string(i.tile_m) + "x" + std::to_string(i.tile_n) + "x" +
+         std::to_string(i.tile_k) + " int8";
 }
 
 cudaError_t prepare_conv() {

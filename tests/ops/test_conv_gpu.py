@@ -14,7 +14,7 @@ from jax_qmm import QArray, _extension
 pytestmark = pytest.mark.gpu
 
 F32, BF16, F16, F8 = np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
-TILES = ("64x64", "128x64", "128x128")
+TILES = ("64x64x64", "64x64x128", "128x64x64", "128x128x64")
 SAME = ((1, 1), (1, 1))
 
 # Windows of every kind, with few values in a stage of K and more than one, and tiles that begin and end within images.
@@ -56,7 +56,7 @@ DEPTHWISE = {
 @pytest.fixture(params=TILES)
 def tile(request, extension):
     """Has every convolution take a kernel of this tile."""
-    extension.restrict_conv(f" {request.param}x")
+    extension.restrict_conv(f" {request.param} ")
     yield request.param
     extension.restrict_conv("")
 
@@ -83,7 +83,7 @@ def operands(c, zero_l=None, zero_r=None, of_image=True, of_channel=True, seed=0
 def check(on_reference, c, lhs, rhs, bias=None, tile=None, kernel="implicit GEMM", **options):
     f = lambda lhs, rhs, bias: jax_qmm.conv_general_dilated(lhs, rhs, **c.keywords(), bias=bias, **options)
     (row,) = jax_qmm.explain(f, lhs, rhs, bias).rows
-    assert kernel in row.runs_on and (tile is None or f" {tile}x" in row.runs_on), row.runs_on
+    assert kernel in row.runs_on and (tile is None or f" {tile} " in row.runs_on), row.runs_on
     got, want = jax.device_get(jax.jit(f)(lhs, rhs, bias)), jax.device_get(on_reference(f, lhs, rhs, bias))
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
