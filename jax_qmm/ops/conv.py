@@ -74,8 +74,8 @@ def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype)
     labels = [label.replace("s", "s" * rank).replace("k", "k" * rank) for label in _labels(names)]
     lhs, rhs, *vectors = matmul_form.fold([lhs, rhs, *vectors], labels, num_batch)
     vectors = _with_sums(lhs, rhs, dict(zip(names, vectors)), window)
-    if (padded := _padded(rhs.shape[-1], window)) != rhs.shape[-1]:
-        lhs, rhs = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])]) for x in (lhs, rhs))
+    if (padded := _padded(rhs.shape[1:], window)) != rhs.shape[-1]:
+        lhs, rhs = _pad_groups(lhs, window.groups, padded), _pad_groups(rhs, 1, padded)
     three = lambda sizes, other=1: (*(other,) * (_SPATIAL - rank), *sizes)
     in_three = lambda x: x.reshape(*x.shape[:2], *three(x.shape[2:-1]), x.shape[-1])
     result = (math.prod(shape[:num_batch]), shape[num_batch], *three(shape[num_batch + 1 : -1]), shape[-1])
@@ -99,11 +99,19 @@ _MOST_TAPS, _MOST_GROUPS = 256, 65535  # as cuda/conv/conv.h has them
 _OLDEST = 80  # compute capability 8.0, the first that they were tested for
 
 
-def _padded(channels, window):
-    """Channels as kernels have them, with zeros behind: whole copies of 16, of few channels shorter ones."""
-    if window.groups > 1 or channels % _ALIGNED == 0:
+def _padded(rhs, window):
+    """Channels of a group as kernels have them, with zeros behind: whole copies of 16, of few channels shorter ones."""
+    channels = rhs[-1]
+    if channels % _ALIGNED == 0 or _is_depthwise(rhs, window):
         return channels
     return next((size for size in (4, 8) if size > channels), -(-channels // 16) * 16)
+
+
+def _pad_groups(x, groups, padded):
+    """x (..., groups * channels) as (..., groups * padded), with zeros behind the channels of each group."""
+    of_groups = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+    pads = [(0, 0)] * x.ndim + [(0, padded - of_groups.shape[-1])]
+    return jnp.pad(of_groups, pads).reshape(*x.shape[:-1], groups * padded)
 
 
 def _with_sums(lhs, rhs, vectors, window):
@@ -140,7 +148,7 @@ def _unserved(platform, devices, operands, *, num_batch, window, **params):
     if why := _extension.fallback_reason(platform, devices, _OLDEST):
         return why
     lhs, rhs = (x.shape[num_batch:] for x in operands[:2])
-    rank, channels = len(window.strides), rhs[-1]
+    rank = len(window.strides)
     if rank > _SPATIAL:
         return f"there are {rank} spatial axes; kernels serve up to {_SPATIAL}"
     if not all(isinstance(size, int) for size in (*lhs[1:], *rhs)):
@@ -149,21 +157,15 @@ def _unserved(platform, devices, operands, *, num_batch, window, **params):
         return "lhs is dilated, which kernels do not serve"
     if math.prod(rhs[1:]) == 0:
         return "the window has no values"
-    if _is_depthwise(rhs, window):
-        if rhs[0] % _ALIGNED:
-            return f"there are {rhs[0]} channels; depthwise kernels serve multiples of {_ALIGNED}"
-        if math.prod(rhs[1:]) > _MOST_TAPS:
-            return f"the window has {math.prod(rhs[1:])} taps; depthwise kernels serve up to {_MOST_TAPS}"
-    elif window.groups > 1 and channels % _ALIGNED:
-        return f"groups have {channels} channels; kernels serve multiples of {_ALIGNED}, and 1 for 1 output"
-    elif window.groups > _MOST_GROUPS:
+    if window.groups > _MOST_GROUPS and not _is_depthwise(rhs, window):
         return f"there are {window.groups} groups; kernels serve up to {_MOST_GROUPS}"
     return None
 
 
 def _is_depthwise(rhs, window):
-    """Whether each channel is a group with one output channel, given the shape of rhs."""
-    return rhs[-1] == 1 and window.groups == rhs[0] > 1
+    """Whether the kernel for groups of one channel and one output serves rhs, given its shape."""
+    out, *taps, channels = rhs
+    return channels == 1 and window.groups == out and out % _ALIGNED == 0 and math.prod(taps) <= _MOST_TAPS
 
 
 def _describe(operands, results, *, names, num_batch, window, activation, **params):
@@ -177,10 +179,11 @@ def _describe(operands, results, *, names, num_batch, window, activation, **para
 
 
 def _choice(operands, results, *, names, num_batch, window, out_dtype, **params):
-    shape, (_, *taps, channels) = _out_shape(operands, num_batch, window), operands[1].shape[num_batch:]
+    shape, rhs = _out_shape(operands, num_batch, window), operands[1].shape[num_batch:]
+    _, *taps, channels = rhs
     if not all(isinstance(size, int) for size in shape):
         return "kernel, chosen at run time: the shapes are symbolic"
-    padded = _padded(channels, window)
+    padded = _padded(rhs, window)
     pixels_of_image = math.prod(operands[0].shape[num_batch + 1 : -1])
     m, k = math.prod(shape[num_batch:-1]), math.prod(taps) * padded
     sizes = math.prod(shape[:num_batch]), shape[num_batch], pixels_of_image, m, k, padded, shape[-1], window.groups

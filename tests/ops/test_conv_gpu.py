@@ -38,6 +38,10 @@ CASES = {
     "10 channels": case((6, 7), (3, 3), padding=SAME, channels=10, out=7),
     "groups": case((7, 6), (3, 3), padding=SAME, channels=16, out=72, groups=3),
     "groups of few channels": case((7, 6), (3, 3), padding=SAME, channels=4, out=3, groups=5),
+    "groups of 3 channels": case((7, 6), (3, 3), padding=SAME, channels=3, out=5, groups=3, images=3),
+    "groups of 9 channels": case((7, 6), (3, 2), padding=SAME, channels=9, out=2, groups=2),
+    "6 channels, each a group": case((7, 6), (3, 2), (2, 1), padding=SAME, channels=1, out=1, groups=6),
+    "two outputs of each channel": case((7, 6), (3, 2), (1, 2), padding=SAME, channels=1, out=2, groups=5),
 }
 
 # Each channel by itself, 4 or 16 at a time, in part of a block's threads, in all, and in those of two blocks.
@@ -235,9 +239,10 @@ def test_empty(on_reference):
     [
         (case((5, 5), (3, 3), channels=3), "channels padded to 4 at each call"),
         (case((5, 5), (3, 3), channels=18), "channels padded to 32 at each call"),
-        (case((5, 5), (3, 3), channels=1, groups=8), "reference: groups have 1 channels; kernels serve multiples of 4"),
-        (case((5, 5), (3, 3), channels=1, out=1, groups=6), "reference: there are 6 channels; depthwise kernels serve"),
-        (case((20, 20), (16, 17), channels=1, out=1, groups=8), "reference: the window has 272 taps"),
+        (case((5, 5), (3, 3), channels=1, out=2, groups=8), "channels padded to 4 at each call"),
+        (case((5, 5), (3, 3), channels=1, out=1, groups=6), "channels padded to 4 at each call"),
+        (case((20, 20), (16, 17), channels=1, out=1, groups=8), "channels padded to 4 at each call"),
+        (case((5, 5), (3, 3), channels=9, out=4, groups=2), "channels padded to 16 at each call"),
         (case((5, 5), (3, 3), channels=16, lhs_dilation=(2, 1)), "reference: lhs is dilated"),
         (case((5,) * 4, (2,) * 4, channels=16), "reference: there are 4 spatial axes"),
         (case((5, 5), (3, 3), channels=0), "reference: the window has no values"),
