@@ -1,4 +1,4 @@
-"""Flax linen: `quantize_model` for a model and its variables, and `QuantDense`, with a quantized kernel."""
+"""Flax linen: `quantize_model` for a model and its variables, and the layers `QuantDense` and `QuantConv`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ try:
     from flax import linen as nn, traverse_util
     from flax.core import FrozenDict, freeze, meta, unfreeze
 
-    from jax_qmm.models import calibration as calibrate, linen_layers, linen_observer, report
+    from jax_qmm.models import calibration as calibrate, layer_kinds, linen_layers, linen_observer, report
     from jax_qmm.models.linen_kernel import QuantizedBox, QuantizedKernel
     from jax_qmm.models.linen_layers import install, run_quantized
     from jax_qmm.models.plan import make_plan
@@ -27,7 +27,7 @@ from jax_qmm.explanation import trace
 from jax_qmm.qarray import QArray
 from jax_qmm.schemes import W8A8, Rule, Scheme, check_scheme
 
-__all__ = ["QuantDense", "QuantizedBox", "QuantizedKernel", "QuantizedModel", "install", "quantize_model"]
+__all__ = ["QuantConv", "QuantDense", "QuantizedBox", "QuantizedKernel", "QuantizedModel", "install", "quantize_model"]
 
 Variables = Mapping[str, Any]
 
@@ -57,19 +57,7 @@ class QuantDense(nn.Dense):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Applies the layer to the last axis of `inputs`."""
         check_scheme(self.scheme)
-        if own := linen_layers.own_callable(self):
-            raise ValueError(f"QuantDense can't be run: {own}")
-
-        def init_kernel(key, shape, dtype):
-            box = self.kernel_init(key, shape, dtype)
-            qarray = self.scheme.quantize_weight(meta.unbox(box), (-2,))
-            return install({"kernel": box}, qarray, self.scheme)["kernel"]
-
-        self.param("kernel", init_kernel, (inputs.shape[-1], self.features), self.param_dtype)
-        if self.use_bias:
-            self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        for name, value in linen_layers.static_params(self.scheme).items():
-            self.param(name, lambda key, value=value: value)
+        _declare_quantized(self, (inputs.shape[-1], self.features), (-2,))
         with nn.intercept_methods(run_quantized):
             return super().__call__(inputs)
 
@@ -105,6 +93,54 @@ class QuantDense(nn.Dense):
             field.name: getattr(dense, field.name) for field in dataclasses.fields(nn.Dense) if field.name != "parent"
         }
         return cls(**fields, scheme=scheme), {**variables, "params": params}
+
+
+class QuantConv(nn.Conv):
+    """An nn.Conv whose kernel is quantized from the start; `quantize_model` converts a trained one.
+
+    Its parameters are those of nn.Conv, with a `QuantizedKernel` of the same logical shape as `kernel`, and static
+    scales as in `QuantDense`. So are bias and gradients.
+
+    Attributes:
+      scheme: how to quantize: `W8A8` of int8 without tile_size, `W4A16` or `W8A16`. All others are those of nn.Conv,
+        except that `mask`, `promote_dtype`, `conv_general_dilated` and `conv_general_dilated_cls` must be left alone.
+
+    >>> layer = QuantConv(16, (3, 3), strides=2)
+    >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 6, 6, 8)))
+    >>> variables["params"]["kernel"]
+    QArray(int8[3,3,8,16], scale=float32[1,1,1,16], stored=[16,3,3,8])
+    >>> layer.apply(variables, jnp.ones((2, 6, 6, 8))).shape
+    (2, 3, 3, 16)
+    """
+
+    scheme: Scheme = W8A8()
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Applies the layer to `inputs` `(*batch, *spatial, channels)`."""
+        layer_kinds.check_convolves(self.scheme, "QuantConv")
+        window = (self.kernel_size,) if isinstance(self.kernel_size, int) else tuple(self.kernel_size)
+        shape = (*window, inputs.shape[-1] // self.feature_group_count, self.features)
+        _declare_quantized(self, shape, layer_kinds.window_contracted(len(window)))
+        with nn.intercept_methods(run_quantized):
+            return super().__call__(inputs)
+
+
+def _declare_quantized(layer, shape, contracted):
+    """Declares the parameters of a bound layer whose kernel, of `shape`, is quantized from the start."""
+    if own := linen_layers.own_callable(layer):
+        raise ValueError(f"{type(layer).__name__} can't be run: {own}")
+
+    def init_kernel(key, shape, dtype):
+        box = layer.kernel_init(key, shape, dtype)
+        qarray = layer.scheme.quantize_weight(meta.unbox(box), contracted)
+        return install({"kernel": box}, qarray, layer.scheme)["kernel"]
+
+    layer.param("kernel", init_kernel, shape, layer.param_dtype)
+    if layer.use_bias:
+        layer.param("bias", layer.bias_init, (layer.features,), layer.param_dtype)
+    for name, value in linen_layers.static_params(layer.scheme).items():
+        layer.param(name, lambda key, value=value: value)
 
 
 class QuantizedModel(nn.Module):

@@ -1,4 +1,4 @@
-"""Flax nnx: `quantize_model` for an existing model, and `QuantLinear`, an nnx.Linear with a quantized kernel."""
+"""Flax nnx: `quantize_model` for an existing model, and `QuantLinear` and `QuantConv`, with quantized kernels."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 try:
     from flax import nnx
 
-    from jax_qmm.models import calibration as calibrate, nnx_layers, report
+    from jax_qmm.models import calibration as calibrate, layer_kinds, nnx_layers, report
     from jax_qmm.models.nnx_layers import ActivationScale, QuantizedParam, install
     from jax_qmm.models.plan import make_plan
 except ModuleNotFoundError as error:
@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
 
 from jax_qmm.schemes import W8A8, Rule, Scheme, check_scheme
 
-__all__ = ["ActivationScale", "QuantLinear", "QuantizedParam", "install", "quantize_model"]
+__all__ = ["ActivationScale", "QuantConv", "QuantLinear", "QuantizedParam", "install", "quantize_model"]
 
 
 class QuantLinear(nnx.Linear):
@@ -44,9 +44,7 @@ class QuantLinear(nnx.Linear):
     """
 
     def __init__(self, in_features: int, out_features: int, *, scheme: Scheme = W8A8(), rngs: nnx.Rngs, **options):
-        for name in ("dot_general", "promote_dtype"):
-            if name in options:
-                raise TypeError(f"QuantLinear brings its own {name}")
+        _refuse_own(("dot_general", "promote_dtype"), options, "QuantLinear")
         check_scheme(scheme)
         super().__init__(in_features, out_features, rngs=rngs, **options)
         install(self, scheme.quantize_weight(self.kernel[...], (-2,)), scheme)
@@ -94,6 +92,58 @@ class QuantLinear(nnx.Linear):
         if linear.bias is not None:
             layer.bias = nnx.Param.from_metadata(linear.bias.get_value(), linear.bias.get_metadata())
         return layer
+
+
+class QuantConv(nnx.Conv):
+    """An nnx.Conv whose kernel is quantized from the start; `quantize_model` converts a trained one.
+
+    The kernel is initialised in float, quantized and dropped; `kernel` then is a `QuantizedParam` with a
+    `QArray` of the same shape, (*kernel_size, in_features // feature_group_count, out_features). Input, bias and
+    output are as in `QuantLinear`, and so are gradients.
+
+    Args:
+      in_features: size of the last axis of the input, its channels.
+      out_features: size of the last axis of the output.
+      kernel_size: sizes of the window, or one for a convolution of one axis.
+      strides: for each spatial axis, or one for all.
+      scheme: how to quantize: `W8A8` of int8 without tile_size, `W4A16` or `W8A16`.
+      rngs: as for nnx.Conv.
+      **options: all others of nnx.Conv except `conv_general_dilated`, `mask` and `promote_dtype`.
+
+    Raises:
+      TypeError: for an option that nnx.Conv does not have, or one of those three.
+      ValueError: for another scheme.
+
+    >>> import jax.numpy as jnp
+    >>> layer = QuantConv(8, 16, (3, 3), strides=2, rngs=nnx.Rngs(0))
+    >>> layer.kernel[...]
+    QArray(int8[3,3,8,16], scale=float32[1,1,1,16], stored=[16,3,3,8])
+    >>> layer(jnp.ones((2, 6, 6, 8))).shape
+    (2, 3, 3, 16)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] | None = 1,
+        *,
+        scheme: Scheme = W8A8(),
+        rngs: nnx.Rngs,
+        **options,
+    ):
+        _refuse_own(("conv_general_dilated", "mask", "promote_dtype"), options, "QuantConv")
+        layer_kinds.check_convolves(scheme, "QuantConv")
+        super().__init__(in_features, out_features, kernel_size, strides, rngs=rngs, **options)
+        contracted = layer_kinds.window_contracted(len(self.kernel_size))
+        install(self, scheme.quantize_weight(self.kernel[...], contracted), scheme)
+
+
+def _refuse_own(names, options, layer):
+    for name in names:
+        if name in options:
+            raise TypeError(f"{layer} brings its own {name}")
 
 
 def quantize_model(

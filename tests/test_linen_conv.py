@@ -130,3 +130,24 @@ def test_a_masked_kernel_stays_in_float():
     assert report.rows[0].reason == "a Conv has no product of float8_e4m3fn: take int8"
     *_, report = quantized(nn.Conv(4, (3,)), W8A8(tile_size=32), x, example=x)
     assert report.rows[0].reason == "a Conv takes a W8A8 without tile_size, W4A16 and W8A16"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_quant_conv_is_the_converted_conv(scheme):
+    x = data(2, 7, 6, 16)
+    options = dict(strides=2, feature_group_count=2, **RANDOM)
+    layer = qlinen.QuantConv(8, (3, 2), scheme=scheme, **options)
+    _, run, params, _ = quantized(nn.Conv(8, (3, 2), **options), scheme, x, example=x)
+    variables = layer.init(jax.random.key(0), x)
+    assert variables["params"]["kernel"].shape == params["kernel"].shape
+    np.testing.assert_array_equal(layer.apply(variables, x), run(x))
+    grown = layer.apply(jax.tree.map(lambda leaf: leaf, variables), jnp.stack([x, x]))  # two axes of images
+    np.testing.assert_array_equal(grown[1], run(jnp.concatenate([x, x]))[2:])
+
+
+def test_bad_fields_of_quant_conv_are_named():
+    x = data(2, 5, 8)
+    with pytest.raises(ValueError, match="QuantConv can't be run: it brings its own mask"):
+        qlinen.QuantConv(4, 3, mask=jnp.ones((3, 8, 4))).init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="a QuantConv has no product of float8_e4m3fn: take int8"):
+        qlinen.QuantConv(4, 3, scheme=W8A8("float8_e4m3fn")).init(jax.random.key(0), x)

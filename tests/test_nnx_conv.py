@@ -123,3 +123,24 @@ def test_out_sharding_is_refused():
     model, _ = quantized(nnx.Conv(8, 4, (3,), rngs=nnx.Rngs(0)), W8A8())
     with pytest.raises(ValueError, match="a quantized convolution needs None"):
         model(data(2, 5, 8), out_sharding=jax.sharding.PartitionSpec())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_quant_conv_is_the_converted_conv(scheme):
+    options = dict(strides=2, feature_group_count=2, rngs=nnx.Rngs(0), **RANDOM)
+    layer = qnnx.QuantConv(16, 8, (3, 2), scheme=scheme, **options)
+    converted, _ = quantized(nnx.Conv(16, 8, (3, 2), **options | dict(rngs=nnx.Rngs(0))), scheme)
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(each)) for each in (layer, converted)))
+    x = data(2, 7, 6, 16)
+    np.testing.assert_array_equal(layer(x), converted(x))
+    assert isinstance(layer, nnx.Conv) and layer.kernel.shape == (3, 2, 8, 8)
+    assert nnx.state(layer, nnx.Param).keys() == {"bias"}
+
+
+def test_bad_arguments_of_quant_conv_are_named():
+    for name in ("conv_general_dilated", "mask", "promote_dtype"):
+        with pytest.raises(TypeError, match=f"QuantConv brings its own {name}"):
+            qnnx.QuantConv(8, 4, 3, rngs=nnx.Rngs(0), **{name: None})
+    for scheme, reason in ((W8A8("float8_e4m3fn"), "has no product of float8_e4m3fn"), (W4A8(32), "takes a W8A8")):
+        with pytest.raises(ValueError, match=f"a QuantConv {reason}"):
+            qnnx.QuantConv(8, 4, 3, scheme=scheme, rngs=nnx.Rngs(0))

@@ -15,7 +15,7 @@ from flax import linen, nnx
 
 from jax_qmm.dtypes import SCALE_DTYPES
 from jax_qmm.qarray import QArray
-from jax_qmm.schemes import Scheme
+from jax_qmm.schemes import Scheme, check_scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +233,13 @@ def _looks_multiplied(name, shape):
 def at_least_matrices(own: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of two dimensions or more."""
     return {name: value for name, value in own.items() if len(getattr(value, "shape", ())) >= 2}
+
+
+def check_convolves(scheme: Any, op: str) -> None:
+    """Raises a TypeError if `scheme` is none, a ValueError if it does not fit a convolution, the layer `op`."""
+    check_scheme(scheme)
+    if reason := KernelUse(op, integers=True).why_not(scheme):
+        raise ValueError(f"scheme is {scheme}; {reason}")
 
 
 def own_callable(layer: Any, names: Iterable[str], defaults: Iterable[Any]) -> str | None:
