@@ -13,6 +13,7 @@ import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.bench.shapes import OUT_DTYPES, add_arguments, products
 
+CONVOLUTIONS = "conv", "conv-w4a16"  # what bench takes as a scheme beside those of products
 # What the commands need beside jax, by import name.
 OPTIONAL_PACKAGES = {"flax", "matplotlib", "optax", "sklearn", "tqdm"}
 
@@ -76,11 +77,12 @@ def parser() -> argparse.ArgumentParser:
     add_arguments(bench)
     bench.add_argument(
         "--scheme",
-        choices=["w8a8", "w4a16", "w8a16", "w8a8-block", "fp8-block", "w4a8"],
+        choices=["w8a8", "w4a16", "w8a16", "w8a8-block", "fp8-block", "w4a8", *CONVOLUTIONS],
         default="w8a8",
         help="w8a8 measures products of 8-bit operands, the others those of bfloat16 activations with weights in "
         "blocks of 128, beside XLA's of bfloat16: packed ones (w4a16, w8a16), and with activations that are quantized "
-        "too, in blocks (w8a8-block, fp8-block) or per token (w4a8) (%(default)s)",
+        "too, in blocks (w8a8-block, fp8-block) or per token (w4a8); conv and conv-w4a16 measure the convolutions of "
+        "ResNet-50, MobileNet-v2 and a diffusion UNet beside XLA's, with --m images (1,8,64) (%(default)s)",
     )
     bench.add_argument(
         "--peers",
@@ -167,9 +169,14 @@ def run_selftest() -> None:
 def run_bench(*, scheme, model, shapes, m, dtype, peers, check, **options) -> None:
     if scheme != "w8a8":
         if check or peers is not None or options.pop("png"):
-            sys.exit(f"--scheme {scheme} is measured beside XLA's bfloat16 alone: leave --check, --peers and --png out")
+            sys.exit(f"--scheme {scheme} is measured beside XLA alone: leave --check, --peers and --png out")
         if dtype:
-            sys.exit(f"--scheme {scheme} is measured with bfloat16 activations: leave --dtype out")
+            sys.exit(f"--scheme {scheme} has dtypes of its own: leave --dtype out")
+        if scheme in CONVOLUTIONS:
+            if model or shapes:
+                sys.exit(f"--scheme {scheme} has layers of its own: leave --model and --shapes out")
+            run = load("benchmark", "jax_qmm.bench.convs")
+            return run.main(scheme=scheme, images=m or run.IMAGES, **options)
         run = load("benchmark", "jax_qmm.bench.schemes")
         named = products(model=model, shapes=shapes, m=m, dtype=["int8"])
         return run.main(scheme=scheme, shapes=[product[:3] for product in named], **options)

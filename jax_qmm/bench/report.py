@@ -25,6 +25,7 @@ class Row:
       nbytes: of the operands and the result.
       roofline_us: microseconds of the bytes, or of the operations at the peak.
       labels: what may be measured; "ours" is what the table compares with the roofline.
+      layer: what has this N and K, where these do not say it.
       times: microseconds of each turn by key of `labels`; what is not there was not measured.
     """
 
@@ -35,6 +36,7 @@ class Row:
     nbytes: int
     roofline_us: float
     labels: Labels
+    layer: str = ""
     times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -84,7 +86,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     """A table for each kind and weight; each peer's time has in parentheses how many times ours it is."""
     others = [name for name in rows[0].labels if name != "ours"]
     header = ("M", "us", "roofline", "TB/s", "Tera-ops/s", *(rows[0].labels[name][0] for name in others), "kernel")
-    for (kind, n, k), group in itertools.groupby(rows, lambda row: (row.kind, *row.shape[1:])):
+    for (*words, n, k), group in itertools.groupby(rows, lambda row: (row.kind, row.layer, *row.shape[1:])):
         lines = []
         for row in group:
             m, us = row.shape[0], row.us["ours"]
@@ -99,7 +101,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
                     row.kernel,
                 )
             )
-        yield f"{kind}, N {n}, K {k}\n{align(header, lines)}"
+        yield f"{', '.join(filter(None, words))}, N {n}, K {k}\n{align(header, lines)}"
 
 
 def _with_speedup(row, name):
@@ -123,7 +125,7 @@ def summary(rows: Sequence[Row]) -> str:
 def _mean_and_worst(values, text):
     value, worst = min(values, key=lambda pair: pair[0])
     mean = geometric_mean(value for value, _ in values)
-    at = "M {}, N {}, K {}".format(*worst.shape)
+    at = "M {}, N {}, K {}".format(*worst.shape) + (worst.layer and f" ({worst.layer})")
     return f"{text.format(mean)} of {len(values)}", text.format(value), at
 
 

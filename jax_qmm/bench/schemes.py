@@ -100,18 +100,52 @@ def measure_all(
             *_, op = jax_qmm.explain(product(scheme), *operands).rows  # what quantizes x comes before it
             row = Row(name, shape, {"scheme": name}, op.runs_on, size, roofline_us, LABELS)
             timed = calls(scheme, shape, roofline_us)
-            for what in measure.turns(timed, str(shape)):
-                label = LABELS[what][0]
-                bar.set_postfix_str(f"M {m}, N {n}, K {k}, {label}")
-                try:
-                    us = timed[what]()
-                except RuntimeError as error:  # of CUDA or XLA: too little memory
-                    first_line = str(error).partition("\n")[0]
-                    failures.append(f"{label} failed on M {m}, N {n}, K {k}: {first_line}")
-                    continue
-                row.times.setdefault(what, []).append(us)
-                if what == "ours" and len(row.times[what]) == 1:
-                    rows.append(row)
+            measure_row(row, timed, f"M {m}, N {n}, K {k}", bar, rows, failures)
+
+
+def measure_row(
+    row: Row,
+    timed: dict[str, Callable[[], float]],
+    where: str,
+    bar: tqdm,
+    rows: list[Row],
+    failures: list[str],
+) -> None:
+    """Measures in turns what takes part in a row, which `where` names; appends it to `rows` when ours is measured."""
+    for what in measure.turns(timed, where):
+        label = row.labels[what][0]
+        bar.set_postfix_str(f"{where}, {label}")
+        try:
+            us = timed[what]()
+        except RuntimeError as error:  # of CUDA or XLA: too little memory, a convolution that it lacks
+            first_line = str(error).partition("\n")[0]
+            failures.append(f"{label} failed on {where}: {first_line}")
+            continue
+        row.times.setdefault(what, []).append(us)
+        if what == "ours" and len(row.times[what]) == 1:
+            rows.append(row)
+
+
+def run_and_report(
+    run: Callable[[float, float, list[Row], list[str]], None],
+    count: int,
+    peak: float,
+    notes: str,
+    csv: Path | None,
+    gpu: str,
+) -> None:
+    """Calls `run` with a copy's bandwidth, the peak, and lists for `count` rows and for failures; reports these."""
+    bandwidth = measure.copy_bandwidth()
+    rows, failures = [], []
+    try:
+        run(bandwidth, peak, rows, failures)
+    finally:
+        if len(rows) < count:
+            failures.append(f"{len(rows)} of {count} products were measured")
+        report.show(rows, failures, report.roofline_words(bandwidth, peak), notes)
+        if rows and csv:
+            report.write_csv(csv, rows, bandwidth, gpu)
+            print(f"wrote {csv}")
 
 
 def main(*, scheme: str, shapes: Sequence[Shape], csv: Path | None) -> None:
@@ -119,14 +153,4 @@ def main(*, scheme: str, shapes: Sequence[Shape], csv: Path | None) -> None:
     _, gpu = measure.open_gpu("bench")
     peak = gpu.peak if multiplies_8_bits(SCHEMES[scheme]) else gpu.peak / 2
     print(f"jax_qmm on {_extension.described_gpu()}, jax {jax.__version__}, {SCHEMES[scheme]}", flush=True)
-    bandwidth = measure.copy_bandwidth()
-    rows, failures = [], []
-    try:
-        measure_all(scheme, shapes, bandwidth, peak, rows, failures)
-    finally:
-        if len(rows) < len(shapes):
-            failures.append(f"{len(rows)} of {len(shapes)} products were measured")
-        report.show(rows, failures, report.roofline_words(bandwidth, peak), NOTES)
-        if rows and csv:
-            report.write_csv(csv, rows, bandwidth, gpu.name)
-            print(f"wrote {csv}")
+    run_and_report(functools.partial(measure_all, scheme, shapes), len(shapes), peak, NOTES, csv, gpu.name)

@@ -121,5 +121,5 @@ def test_options_of_other_schemes_are_refused(more):
 
 
 def test_dtypes_of_8_bit_operands_are_refused():
-    with pytest.raises(SystemExit, match="--scheme w4a16 is measured with bfloat16 activations: leave --dtype out"):
+    with pytest.raises(SystemExit, match="--scheme w4a16 has dtypes of its own: leave --dtype out"):
         command_line.main(["bench", "--scheme", "w4a16", "--dtype", "fp8"])
