@@ -3,7 +3,9 @@
 import dataclasses
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +106,7 @@ def train_step(model, optimizer, images, labels):
     return value
 
 
-def train(images, labels, *, epochs: int, seed: int) -> DigitTransformer:
+def train(images, labels, *, epochs: int, seed: int, make: Callable[..., Any] = DigitTransformer) -> Any:
     """Trains a model with AdamW on a one-cycle schedule and shows a progress bar.
 
     Args:
@@ -112,11 +114,12 @@ def train(images, labels, *, epochs: int, seed: int) -> DigitTransformer:
       labels: `(count,)` integers in [0, 10).
       epochs: passes over the images.
       seed: of the initial parameters and of the order of the images.
+      make: the model, of images to logits, given `rngs`.
 
     Returns:
       The trained float32 model.
     """
-    model = DigitTransformer(rngs=nnx.Rngs(seed))
+    model = make(rngs=nnx.Rngs(seed))
     steps = len(images) // BATCH
     schedule = optax.cosine_onecycle_schedule(epochs * steps, 3e-3)
     optimizer = nnx.Optimizer(model, optax.adamw(schedule, weight_decay=0.05), wrt=nnx.Param)
