@@ -35,7 +35,7 @@ def run(sizes):
     operands = make(0)
     out = function(*operands).block_until_ready()  # eager: what XLA runs beside the kernel is not the emulator's
     m, n, k = layer.shape(1)
-    print(json.dumps([str(layer), sum(each.nbytes for each in (*operands, out)), m * n * k]))
+    print(json.dumps([f"{layer}, to {layer.out}", sum(each.nbytes for each in (*operands, out)), m * n * k]))
 
 
 def main():
