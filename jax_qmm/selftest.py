@@ -18,6 +18,7 @@ import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.ops import conv
 from jax_qmm.ops.conv_form import Window
+from jax_qmm.ops.expanded_mm import expanded_mm
 from jax_qmm.reference import activation as activations, conv as conv_reference, scaled_mm as reference
 from jax_qmm.reference.quantize import quantize_dynamic, quantize_static
 from jax_qmm.text_table import format_table
@@ -58,6 +59,9 @@ WEIGHT_ZERO_POINTS = (None, "int32", "float32")
 # Convolutions: channels of a group, groups, output channels. Copies are of 16, 8 and 4 bytes; the last are depthwise.
 CONVOLUTIONS = ((16, 1, 133), (24, 1, 72), (20, 3, 15), (3, 1, 64), (1, 144, 144), (1, 20, 20))
 CONV_IMAGES, CONV_IMAGE, CONV_OUTPUTS = 3, (17, 19), ("bfloat16", "float32", "int32", "int8")
+
+# Rows of x beside int4 weights that become int8: the most that each kernel of expanded_mm serves.
+EXPANDED_ROWS = (8, 16, 32)
 
 # Shapes to quantize, with columns around the lengths at which the kernels change.
 ARRAYS = ((3, 1), (5, 31), (3, 1000), (2, 28672), (1, 131075))
@@ -224,6 +228,22 @@ def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str |
             yield Result(name, _extension.as_compiled(kernels, words, gpu), shape, wrong)
 
 
+def check_expanded_mm(m: int) -> Iterator[Result]:
+    """Runs the kernel that serves m rows, with zero points and without; int32 must agree bit for bit."""
+    n, k, block = WEIGHT_N, 1056, 64  # the last block is short, as is the last turn of warps
+    rng = np.random.default_rng(m)
+    x, w = rng.integers(-128, 128, (m, k), np.int8), rng.integers(-8, 8, (n, k), np.int8)
+    multiple, zero_point = (rng.integers(-8, 8, (n, -(-k // block)), np.int8) for _ in range(2))
+    for zeros in (None, zero_point):
+        run = jax.jit(functools.partial(expanded_mm, num_batch=0, block=block))
+        out = np.asarray(run(x, jnp.asarray(w, "int4"), multiple, zeros))
+        spread = lambda leaf: np.repeat(leaf.astype("i"), block, 1)[:, :k]
+        want = x.astype("i") @ ((w - (0 if zeros is None else spread(zeros))) * spread(multiple)).T
+        op = "expanded_mm, int8 and int4" + ("" if zeros is None else ", zero points")
+        kernel = f"up to {next(rows for rows in EXPANDED_ROWS if m <= rows)} rows"
+        yield Result(op, kernel, f"M {m}, N {n}, K {k}, blocks of {block}", int((out != want).sum()))
+
+
 def check_conv(kernels, gpu, channels: int, groups: int, out: int) -> Iterator[Result]:
     """Runs every kernel that serves a convolution, with each dtype of the result, bit for bit as the reference."""
     rng = np.random.default_rng(channels)
@@ -304,6 +324,8 @@ def run(kernels, gpu) -> tuple[list[Result], list[str]]:
     for kind in itertools.product(FLOATS, (4, 8), WEIGHT_ZERO_POINTS, WEIGHT_BLOCKS):
         check = functools.partial(check_block_scaled_mm, kernels, gpu, *kind)
         programs[f"block_scaled_mm {' '.join(map(str, kind))}"] = check
+    for m in EXPANDED_ROWS:
+        programs[f"expanded_mm {m}"] = functools.partial(check_expanded_mm, m)
     for sizes in CONVOLUTIONS:
         programs[f"conv {sizes}"] = functools.partial(check_conv, kernels, gpu, *sizes)
     for shape in ARRAYS:

@@ -99,7 +99,9 @@ def test_every_kernel_runs_in_every_way(extension):
     assert [result.kernel for result in weights] == ["wide", "narrow"] * (2 * 3)  # bits, zero points
     convolutions = [result for result in results if result.op.startswith("conv")]
     assert [result.kernel for result in convolutions] == ["narrow", "wide"] * 2
-    assert len(results) - sum(map(len, (products, weights, convolutions))) == 3 * 3  # qtypes and scales
+    expanded = [result for result in results if result.op.startswith("expanded_mm")]
+    assert [result.kernel.split()[2] for result in expanded] == ["8", "8", "16", "16", "32", "32"]
+    assert len(results) - sum(map(len, (products, weights, convolutions, expanded))) == 3 * 3  # qtypes and scales
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -229,6 +231,11 @@ def test_the_kernels_pass_block_scaled_mm(dtype, bits, block, monkeypatch):
     kernels, _ = _extension._load()
     results = [*selftest.check_block_scaled_mm(kernels, _extension.gpu(), dtype, bits, "int32", block)]
     assert (results or kernels.compiled_for(_extension.gpu().arch) < 80) and not any(r.wrong for r in results)
+
+
+@pytest.mark.gpu
+def test_the_kernels_pass_expanded_mm():
+    assert [r for m in selftest.EXPANDED_ROWS for r in selftest.check_expanded_mm(m) if r.wrong] == []
 
 
 @pytest.mark.gpu

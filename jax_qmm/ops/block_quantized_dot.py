@@ -69,8 +69,8 @@ def dot(product, lhs, rhs, bias, static):
     form = _form(product, lhs, rhs)
     sides = (lhs, product.lhs), (rhs, product.rhs)
     (x, x_own), (w, w_own) = sides[::-1] if form.flipped else sides
-    w = _folded(form, in_blocks(_in_order(form, w, w_own, form.columns), len(form.contracted)))
-    x = _in_order(form, x, x_own, form.rows)
+    w = folded(form, in_blocks(in_order(form, w, w_own, form.columns), len(form.contracted)))
+    x = in_order(form, x, x_own, form.rows)
     if isinstance(x, QArray):
         x = in_blocks(x, len(form.contracted))
     else:
@@ -88,13 +88,13 @@ def dot(product, lhs, rhs, bias, static):
     return result(product, form, out, late_bias)
 
 
-def _in_order(form, x, own, free):
+def in_order(form, x, own, free):
     """An operand with its batch first and what is contracted last."""
     order = [own.index(label) for label in (*form.batch, *free, *form.contracted)]
     return x.transpose(order) if isinstance(x, QArray) else transposed(x, order)
 
 
-def _folded(form, w):
+def folded(form, w):
     """The columns in one dimension."""
     batch, columns = len(form.batch), len(form.columns)
     fold = lambda x: x.reshape(*x.shape[:batch], math.prod(x.shape[batch : batch + columns]), x.shape[-1])

@@ -117,7 +117,7 @@ def test_4_bit_weights_and_8_bit_activations(kind):
     assert all(0.8 * expected < row.error < 1.3 * expected for row in report.quantized)
     assert np.linalg.norm(f(x) - want) / np.linalg.norm(want) < 1.3 * expected * 3**0.5
     ops = [row.op.split()[0] for row in jax_qmm.explain(f, x).rows]
-    assert ops == ["expand", "quantize", "scaled_mm"] * 3
+    assert ops == ["quantize", "expanded_mm"] * 3
     assert kernel.qtype == jnp.int4 and kernel.nbytes == 256 * 384 // 2 + 384 * 4 * 8 + 384 * 4
 
 

@@ -34,18 +34,19 @@ def expanded(q):
 
 
 @pytest.mark.parametrize(
-    "equation, shape, kernel, contracted",
+    "equation, shape, kernel, contracted, by_kernel",
     [
-        ("bk,kn->bn", (3, 100), (100, 8), (0,)),
-        ("k,kn->n", (96,), (96, 8), (0,)),
-        ("abk,hdk->hbda", (2, 3, 96), (4, 8, 96), (2,)),
-        ("gbk,gkn->gbn", (2, 3, 96), (2, 96, 8), (1,)),
-        ("bhd,hdn->bn", (3, 2, 64), (2, 64, 8), (0, 1)),
-        ("bhd,hdn->bn", (3, 5, 16), (5, 16, 8), (0, 1)),
+        ("bk,kn->bn", (3, 100), (100, 8), (0,), False),
+        ("k,kn->n", (96,), (96, 8), (0,), True),
+        ("abk,hdk->hbda", (2, 16, 96), (4, 8, 96), (2,), True),
+        ("abk,hdk->hbda", (3, 11, 96), (4, 8, 96), (2,), False),
+        ("gbk,gkn->gbn", (2, 3, 96), (2, 96, 8), (1,), True),
+        ("bhd,hdn->bn", (3, 2, 64), (2, 64, 8), (0, 1), True),
+        ("bhd,hdn->bn", (3, 5, 16), (5, 16, 8), (0, 1), False),
     ],
 )
 @schemes
-def test_is_the_int8_product_with_one_scale_per_channel(scheme, equation, shape, kernel, contracted):
+def test_is_the_int8_product_with_one_scale_per_channel(scheme, equation, shape, kernel, contracted, by_kernel):
     x, w = normal(*shape), weight(scheme, *kernel, contracted=contracted)
     f = lambda x, w: jax_qmm.einsum(equation, x, w, scheme=scheme)
     _, dense = expanded(w)
@@ -54,8 +55,22 @@ def test_is_the_int8_product_with_one_scale_per_channel(scheme, equation, shape,
     # The sums are exact; two scales are multiplied in float32.
     np.testing.assert_allclose(np.asarray(jax.jit(f)(x, w), np.float64), want, rtol=4 * 2.0**-24, atol=0)
     rows = jax_qmm.explain(f, x, w).rows
+    if by_kernel:
+        assert [row.op.split()[0] for row in rows] == ["quantize", "expanded_mm"]
+        return
     assert [row.op.split()[0] for row in rows] == ["expand", "quantize", "scaled_mm"]
     assert rows[0].inputs.startswith("int4") and rows[0].out.startswith("int8") and "at each call" in rows[0].runs_on
+
+
+@schemes
+@pytest.mark.parametrize("bias", [(16,), (1, 16), (64, 1), ()], ids=str)
+def test_few_rows_get_the_same_results_as_many(scheme, bias):
+    """Bit for bit, with a bias along columns or rows, though one kernel has the epilogue and XLA that of the other."""
+    x, w, bias = normal(64, 96), weight(scheme, 96, 16), normal(*bias, seed=2)
+    options = {"scheme": scheme, "preferred_element_type": jnp.bfloat16}
+    dot = jax.jit(lambda x, w, bias: jax_qmm.matmul(x, w, bias=bias, **options))
+    few = dot(x[:7], w, bias[:7] if bias.shape[:1] == (64,) else bias)
+    np.testing.assert_array_equal(few, dot(x, w, bias)[:7])
 
 
 @schemes
