@@ -153,8 +153,7 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
 
 template <class C>
 Instance instance() {
-  return {0,           C::kTileM,       C::kTileN,       C::kTileK,  C::kStages,
-          C::kThreads, C::kBlocksPerSm, C::kSharedBytes, prepare<C>, launch<C>};
+  return {0, C::kTileM, C::kTileN, C::kTileK, C::kThreads, C::kBlocksPerSm, C::kSharedBytes, prepare<C>, launch<C>};
 }
 
 }  // namespace

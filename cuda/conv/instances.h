@@ -9,7 +9,7 @@ namespace jax_qmm::conv {
 
 struct Instance {
   int depthwise_channels;  // of a thread, in kernels for convolutions of each channel by itself; 0 in others
-  int tile_m, tile_n, tile_k, stages, threads, blocks_per_sm;
+  int tile_m, tile_n, tile_k, threads, blocks_per_sm;
   int shared_bytes;
   cudaError_t (*prepare)(bool& fits);
   cudaError_t (*launch)(Conv const&, Submit const&);
