@@ -149,6 +149,7 @@ def f(x):
         jax_qmm.block_scaled_mm(x, w),
         jax_qmm.block_scaled_mm(x.astype("float32"), w.pack()),
         jax_qmm.block_scaled_mm(a, w),
+        jax_qmm.matmul(x[:8], jax_qmm.W4A8(32).quantize_weight(x, (0,)), scheme=jax_qmm.W4A8(32)),
         jax_qmm.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC")),
     ]
 print(jax.jit(f).lower(x).compile().as_text(), jax_qmm._extension.launches())

@@ -1,5 +1,6 @@
 """Models with 8 bits in blocks on both sides: in nnx and linen, reported, explained, sharded, saved and exported."""
 
+import collections
 import functools
 
 import flax
@@ -116,8 +117,10 @@ def test_4_bit_weights_and_8_bit_activations(kind):
     expected = 4.7 / 15 / 12**0.5
     assert all(0.8 * expected < row.error < 1.3 * expected for row in report.quantized)
     assert np.linalg.norm(f(x) - want) / np.linalg.norm(want) < 1.3 * expected * 3**0.5
-    ops = [row.op.split()[0] for row in jax_qmm.explain(f, x).rows]
-    assert ops == ["quantize", "expanded_mm"] * 3
+    calls = collections.Counter()
+    for row in jax_qmm.explain(f, x).rows:
+        calls[row.op.split()[0]] += row.count
+    assert calls == {"quantize": 3, "expanded_mm": 3}
     assert kernel.qtype == jnp.int4 and kernel.nbytes == 256 * 384 // 2 + 384 * 4 * 8 + 384 * 4
 
 
