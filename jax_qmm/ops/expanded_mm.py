@@ -14,7 +14,7 @@ from jax_qmm.ops import dispatch, matmul_form
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.reference import expanded_mm as reference
 
-MOST_ROWS = 32  # of x; for more of them w is rather read once to become int8
+MOST_ROWS = 64  # of x; with more of them, w rather becomes int8 once
 COLUMNS = 32  # K and blocks are multiples of it
 
 

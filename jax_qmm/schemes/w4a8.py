@@ -17,7 +17,7 @@ class W4A8(WeightInBlocks):
 
     Weights have two levels of scales: one for each output channel, and for each block of `tile_size` a small integer by
     which its values are multiplied. These products are int8, exactly, so that a product is that of `W8A8` with one
-    scale per channel. Activations get one scale per token, symmetric. For up to 32 rows of activations a kernel makes
+    scale per channel. Activations get one scale per token, symmetric. For up to 64 rows of activations a kernel makes
     int8 of weights on the way to the tensor cores, where blocks and all that is contracted are multiples of 32; else
     each call makes int8 of all weights first, which `explain` shows.
 
