@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_qmm
+from jax_qmm.ops import checks
 from jax_qmm.reference import activation as activations, block_quantized_mm as blocks, scaled_mm as reference
 from jax_qmm.reference.quantize import quantize_dynamic, quantize_static, sums as sums_of
 from jax_qmm.selftest import FP8_TOLERANCE
@@ -112,9 +113,7 @@ def expected(options, a, b, scale_a=1.0, scale_b=1.0, bias=None, azp=None, azp_b
     out_dtype = jnp.dtype(options["out_dtype"])
     if out_dtype == jnp.int32:
         return sums.astype(np.int64).astype(np.int32), None
-    named = options["activation"]
-    activation = activations.Activation("clamp", *named) if isinstance(named, tuple) else activations.NAMED.get(named)
-    activation = activation or activations.NONE
+    activation = checks.activation(options["activation"])
     sums = jnp.asarray(sums.astype(np.int64).astype(np.int32) if exact else sums.astype(np.float32))
     vectors = {"scale_a": jnp.asarray(scale_a).reshape(np.shape(scale_a) or (1,) * (a.ndim - 1))}
     vectors["scale_b"] = jnp.asarray(scale_b).reshape(np.shape(scale_b) or (1,))
@@ -266,7 +265,10 @@ def check_convolution(rng, cpu):
         channels = int(rng.integers(1, 40))
     case = conv_oracle.case(
         *(spatial, taps, strides, padding, dilation),
-        **dict(images=int(rng.integers(1, 4)), channels=channels, out=1 if groups == 48 else out, groups=groups),
+        images=int(rng.integers(1, 4)),
+        channels=channels,
+        out=1 if groups == 48 else out,
+        groups=groups,
     )
     lhs, rhs = (conv_oracle.int8(rng, *shape) for shape in (case.lhs_shape(), case.rhs_shape()))
     zero_l, zero_r = (int(rng.integers(-128, 128)) if rng.random() < 0.4 else None for _ in range(2))
@@ -296,16 +298,11 @@ def check_convolution(rng, cpu):
     wide = (x.astype(np.int64) - (zero or 0) for x, zero in ((lhs, zero_l), (rhs, zero_r)))
     want = conv_oracle.sums(case, *wide).astype(np.int32)
     if out_dtype != "int32":
-        named = options.pop("activation")
-        activation = (
-            activations.Activation("clamp", *named) if isinstance(named, tuple) else activations.NAMED.get(named)
-        )
+        activation = checks.activation(options.pop("activation"))
         with jax.default_device(cpu):
             output = {name: jnp.asarray(x).reshape(1) for name, x in given.items() if name != "bias"}
             rows = jnp.asarray(want.reshape(-1, len(rhs)))
-            want = reference.epilogue(
-                *(rows,), num_batch=0, activation=activation or activations.NONE, **vectors, **output, **options
-            )
+            want = reference.epilogue(rows, num_batch=0, activation=activation, **vectors, **output, **options)
         want = np.asarray(want).reshape(got.shape)
     wrong = bits(got) != bits(want)
     kind = f"{'depthwise ' if groups == 48 else ''}convolution to {out_dtype}"

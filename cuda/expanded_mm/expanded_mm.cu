@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/launch.cuh"
+#include "core/load.cuh"
 #include "core/mma.cuh"
 #include "core/prepare.h"
 #include "expanded_mm/expanded_mm.h"
@@ -14,14 +15,6 @@ namespace {
 
 constexpr int kWarps = 8, kRows = 16;
 constexpr int kTurn = 4 * ExpandedMm::kColumns;  // columns of a warp: four threads share a row
-
-__device__ uint4 load_once(void const* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
 
 // What makes four int8 of four nibbles, each plus 8: with these in the bytes of a word, `nibbles * multiple + shift`
 // has 128 more than the int8 in each byte. That is 0 to 255, so whatever bytes borrow in between, none is left.

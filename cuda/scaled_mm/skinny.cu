@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/launch.cuh"
+#include "core/load.cuh"
 #include "core/mma.cuh"
 #include "core/prepare.h"
 #include "scaled_mm/epilogue.cuh"
@@ -23,20 +24,6 @@ struct Params {
   int64_t a_batch_stride, b_batch_stride, out_batch_stride;
   EpilogueArgs<kFull> epilogue;
 };
-
-// Loads that stay where they stand, ahead of the products. What is read once leaves the L1 cache to a.
-__device__ uint4 load(uint8_t const* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ uint4 load_once(uint8_t const* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
 
 template <class Accumulator, class Bits, int Warps, int Steps, int BlocksPerSm, bool kFull>
 __global__ void __launch_bounds__(32 * Warps, BlocksPerSm) skinny_kernel(Params<kFull> p) {
