@@ -20,12 +20,12 @@ def has_blocks(product, lhs, rhs):
     def several(x, own):
         if not isinstance(x, QArray):
             return product.scheme.tile_size is not None and product.scheme.tile_size < k
-        return any(count != 1 for count in _counts(x, own, product.contracted))
+        return any(count != 1 for count in counts(x, own, product.contracted))
 
     return several(lhs, product.lhs) or several(rhs, product.rhs)
 
 
-def _counts(x, own, labels):
+def counts(x, own, labels):
     """How many scales a QArray has along each of these labels."""
     stored = dict(zip(own, x.storage_axes()))
     return [x.scale.shape[stored[label]] for label in labels]
@@ -41,7 +41,7 @@ def unserved(product, lhs, rhs):
     form, blocks = _form(product, lhs, rhs), set()
     *outer, inner = form.shape(form.contracted)
     for x, own in quantized:
-        *of_outer, of_inner = _counts(x, own, form.contracted)
+        *of_outer, of_inner = counts(x, own, form.contracted)
         if all(count == 1 for count in (*of_outer, of_inner)):
             continue
         block = x.tile_along(dict(zip(own, x.storage_axes()))[form.contracted[-1]])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_qmm.dtypes import INT8
 from jax_qmm.ops import block_quantized_dot, quantized_dot
-from jax_qmm.ops.block_quantized_dot import folded, in_order
+from jax_qmm.ops.block_quantized_dot import counts, folded, in_order
 from jax_qmm.ops.block_quantized_mm import in_blocks
 from jax_qmm.ops.expanded_mm import expanded_mm, is_faster
 from jax_qmm.ops.product_form import form_of, result, split_bias
@@ -55,9 +55,9 @@ def _is_of_few_rows(product, lhs, rhs):
     if isinstance(rhs if form.flipped else lhs, QArray) or not all(isinstance(size, int) for size in sizes):
         return False
     m, k = math.prod(form.shape(form.rows)), math.prod(form.shape(form.contracted))
-    stored = dict(zip(own, w.storage_axes()))
-    shared = all(w.scale.shape[stored[label]] == 1 for label in form.contracted)
-    return k > 0 and is_faster(m, k, k if shared else w.tile_along(stored[form.contracted[-1]]))
+    shared = all(count == 1 for count in counts(w, own, form.contracted))
+    block = k if shared else w.tile_along(dict(zip(own, w.storage_axes()))[form.contracted[-1]])
+    return k > 0 and is_faster(m, k, block)
 
 
 def _form(product, lhs, rhs):

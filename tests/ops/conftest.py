@@ -1,6 +1,7 @@
 """What the tests of the ops share: scaled_mm in numpy, and compiling for an H200 without one."""
 
 import ctypes
+import functools
 import json
 import os
 import subprocess
@@ -119,6 +120,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 """
 
 
+@functools.cache
 def h200_topology(devices):
     """H200s to compile for; without the extension stand-ins are registered for its targets."""
     from jax.experimental import topologies
@@ -144,6 +146,25 @@ def h200_topology(devices):
         for target in dispatch.targets():
             jax.ffi.register_ffi_target(target, stand_in, platform="CUDA")
     return topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{devices}")
+
+
+def sharded_modules(f, operands, sharded, devices):
+    """{name: the module that XLA makes of `f` for H200s}: operands are sharded over a mesh axis "d" of so many as
+    `sharded` says by name, which has their specs, and "one device" has one."""
+    from jax.experimental.topologies import make_mesh
+
+    topology = h200_topology(devices)
+    modules = {}
+    for name, specs in sharded.items():
+        mesh = make_mesh(topology, (devices,), ("d",))
+        if name == "one device":
+            mesh = jax.sharding.Mesh(mesh.devices[:1], ("d",))
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+            for x, spec in zip(operands, specs)
+        ]
+        modules[name] = jax.jit(f).lower(*shapes).compile().as_text()
+    return modules
 
 
 @pytest.fixture(scope="session")

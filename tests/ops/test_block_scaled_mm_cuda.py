@@ -37,10 +37,7 @@ def compile_for_h200():
     }
     temporaries = {}
     for name, make in weights.items():
-        operands = (
-            jnp.ones((ROWS, SIZE), jnp.bfloat16),
-            jax.eval_shape(lambda make=make: [make() for _ in range(LAYERS)]),
-        )
+        operands = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16), [jax.eval_shape(make)] * LAYERS
         compiled = jax.jit(jax.grad(loss)).lower(*jax.tree.map(spec, operands)).compile()
         analysis = compiled.memory_analysis()
         assert analysis is not None

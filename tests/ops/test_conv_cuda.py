@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jax_qmm
 from jax_qmm import QArray
@@ -72,18 +72,9 @@ SHARDED = {  # name: specs of x, w, scale and bias
 
 def compile_for_h200():
     """Prints {name: optimized module} as JSON."""
-    from conftest import h200_topology
-    from jax.experimental.topologies import make_mesh
+    from conftest import sharded_modules
 
-    topology = h200_topology(DEVICES)
-    modules = {}
-    for name, shardings in SHARDED.items():
-        mesh = make_mesh(topology, (DEVICES,), ("d",))
-        if name == "one device":
-            mesh = jax.sharding.Mesh(mesh.devices[:1], ("d",))
-        shapes = [spec(x.shape, x.dtype, sharding=NamedSharding(mesh, s)) for x, s in zip(operands(), shardings)]
-        modules[name] = jax.jit(conv).lower(*shapes).compile().as_text()
-    print(json.dumps(modules))
+    print(json.dumps(sharded_modules(conv, operands(), SHARDED, DEVICES)))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jax_qmm
 
@@ -146,21 +146,13 @@ SHARDED = {  # name: specs of a, b, scale_a, scale_b and bias
 
 def compile_for_h200():
     """Prints {name: optimized module} as JSON."""
-    from conftest import h200_topology
-    from jax.experimental.topologies import make_mesh
+    from conftest import sharded_modules
 
-    topology = h200_topology(DEVICES)
     modules = {}
-    for name, shardings in SHARDED.items():
-        mesh = make_mesh(topology, (DEVICES,), ("d",))
-        if name == "one device":
-            mesh = jax.sharding.Mesh(mesh.devices[:1], ("d",))
-        for dtype in (jnp.int8, jnp.float8_e4m3fn):
-            shapes = [
-                spec(x.shape, dtype if x.dtype == jnp.int8 else x.dtype, sharding=NamedSharding(mesh, s))
-                for x, s in zip(int8_operands(), shardings)
-            ]
-            modules[f"{name} {jnp.dtype(dtype)}"] = jax.jit(mm).lower(*shapes).compile().as_text()
+    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+        operands = [spec(x.shape, dtype if x.dtype == jnp.int8 else x.dtype) for x in int8_operands()]
+        found = sharded_modules(mm, operands, SHARDED, DEVICES)
+        modules |= {f"{name} {jnp.dtype(dtype)}": text for name, text in found.items()}
     print(json.dumps(modules))
 
 
