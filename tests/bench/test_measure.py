@@ -89,6 +89,15 @@ def test_time_is_that_of_one_call(monkeypatch, gap, span):
     assert len(seen) == 4 and all(isinstance(x, jax.core.Tracer) for x in seen)
 
 
+def test_several_gpus_are_timed_from_when_the_last_one_starts(monkeypatch):
+    first, late = Trace(2), Trace(5)
+    for event in late.planes[0].lines[0].events:
+        event.start_ns += 3e3
+    first.planes += [late.planes[0], types.SimpleNamespace(name="/device:GPU:2", lines=[])]
+    monkeypatch.setattr(measure.ProfileData, "from_file", lambda path: first)
+    assert measure.jit_us(jnp.negative, [(jnp.ones(3),)]) == pytest.approx(19)  # 10, 5 between, 4
+
+
 @pytest.mark.parametrize("kernels", [0, 13])
 def test_a_profile_without_all_kernels_is_an_error(monkeypatch, kernels):
     monkeypatch.setattr(measure.ProfileData, "from_file", lambda path: Trace(0, kernels))
