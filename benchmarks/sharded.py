@@ -11,6 +11,7 @@ most of three turns.
 
 import argparse
 import csv
+import os
 from statistics import geometric_mean, median
 
 import jax
@@ -136,17 +137,19 @@ def main():
         for dtype in shapes.DTYPES.values()
         for m in args.m.split(",")
     ]
-    rows = [row_of(*each, mesh) for each in tqdm(products, unit="product")]
+    rows = []
+    with open(args.out or os.devnull, "w", newline="") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *SPREAD))
+        writer.writeheader()
+        for each in tqdm(products, unit="product"):
+            rows.append(row_of(*each, mesh))
+            writer.writerow(rows[-1])
+            file.flush()
     for sharded, what in (("N", "columns"), ("K", "rows")):
         mine = [row for row in rows if row["shards"] == sharded]
         for column in ("over_parts", "over_xla", "of_linear") if mine else ():
             ratios = [row[column] for row in mine]
             print(f"{what}, {column}: {geometric_mean(ratios):.3f} (geometric mean), {min(ratios)} to {max(ratios)}")
-    if args.out:
-        with open(args.out, "w", newline="") as file:
-            writer = csv.DictWriter(file, (*COLUMNS, *SPREAD))
-            writer.writeheader()
-            writer.writerows(rows)
 
 
 if __name__ == "__main__":
