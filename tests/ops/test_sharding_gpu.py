@@ -64,6 +64,7 @@ CASES = {
     "product, N": (product, PRODUCT, (P(), P("x"), P(), P("x")), P(None, "x")),
     "product, K": (product, PRODUCT, (P(None, "x"), P(None, "x"), P(), P()), P(None, None)),
     "product, batch": (product, BATCHED, (P("x"), P(), P("x"), P()), P("x")),
+    "float8, N": (product, (*FLOAT8, *PRODUCT[2:]), (P(), P("x"), P(), P("x")), P(None, "x")),
     "float8, K": (product, (*FLOAT8, *PRODUCT[2:]), (P(None, "x"), P(None, "x"), P(), P()), P(None, None)),
     "weights, M": (weights, WEIGHTS, (P("x"), P(), P()), P("x")),
     "weights, N": (weights, WEIGHTS, (P(), P("x"), P("x")), P(None, "x")),
