@@ -178,8 +178,9 @@ void bind_scaled_mm(nb::module_& m) {
 void bind_block_scaled_mm(nb::module_& m) {
   nb::class_<BlockScaledMm>(m, "BlockScaledMmProblem", "A product with weights that have scales for blocks of K.")
       .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int bits,
-                       int block, std::optional<std::string> const& zero_point) {
+                       int block, std::optional<std::string> const& zero_point, bool windows) {
              BlockScaledMm problem{};
+             if (windows) problem.windows.emplace();
              problem.m = m;
              problem.n = n;
              problem.k = k;
@@ -193,8 +194,9 @@ void bind_block_scaled_mm(nb::module_& m) {
              return problem;
            }),
            nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
-           nb::arg("bits"), nb::arg("block"), nb::arg("zero_point"),
-           "Of x's dtype, the result's, and the zero points' (int8 or a float dtype), None without.")
+           nb::arg("bits"), nb::arg("block"), nb::arg("zero_point"), nb::arg("windows") = false,
+           "Of x's dtype, the result's, and the zero points' (int8 or a float dtype), None without; with "
+           "windows, rows of x are windows on images.")
       .def(
           "select",
           [](BlockScaledMm const& p, Gpu const& gpu) -> std::optional<std::string> {

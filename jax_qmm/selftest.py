@@ -60,6 +60,10 @@ WEIGHT_ZERO_POINTS = (None, "int32", "float32")
 CONVOLUTIONS = ((16, 1, 133), (24, 1, 72), (20, 3, 15), (3, 1, 64), (1, 144, 144), (1, 20, 20))
 CONV_IMAGES, CONV_IMAGE, CONV_OUTPUTS = 3, (17, 19), ("bfloat16", "float32", "int32", "int8")
 
+# Convolutions with weights in blocks that end within taps: images, outputs, the window as (taps, strides, dilation,
+# padding) of each axis, the length of a block.
+IMAGES, WINDOW_OUTPUTS, WINDOW, WINDOW_BLOCK = (3, 9, 7, 24), 133, ((3, 2, 1, (1, 2)), (2, 1, 2, (0, 1))), 32
+
 # Rows of x beside int4 weights that become int8: the most that each kernel of expanded_mm serves.
 EXPANDED_ROWS = (8, 16, 32)
 
@@ -228,6 +232,49 @@ def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str |
             yield Result(name, _extension.as_compiled(kernels, words, gpu), shape, wrong)
 
 
+def check_weight_only_conv(kernels, gpu, dtype: str, bits: int, zero_dtype: str | None) -> Iterator[Result]:
+    """Runs every kernel that serves such a convolution; the tolerance is that of `check_block_scaled_mm`."""
+    rng = np.random.default_rng(bits)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    taps, strides, dilation, padding = zip(*WINDOW)
+    k = math.prod(taps) * IMAGES[-1]
+    q = jnp.asarray(rng.integers(low, high, (WINDOW_OUTPUTS, k), np.int8))
+    blocks = (WINDOW_OUTPUTS, -(-k // WINDOW_BLOCK))
+    zeros = jnp.asarray(rng.uniform(low, high, blocks).astype(zero_dtype)) if zero_dtype else None
+    scale = jnp.asarray(rng.uniform(0.5, 2, blocks).astype("f"))
+    rows = jax_qmm.QArray(q, scale, zeros, qtype=f"int{bits}", tile_size=WINDOW_BLOCK).pack()
+    w = rows.reshape(WINDOW_OUTPUTS, *taps, IMAGES[-1])
+    x = jnp.asarray(rng.standard_normal(IMAGES, np.float32), dtype)
+    spread = lambda leaf: np.repeat(np.float64(leaf), WINDOW_BLOCK, 1)[:, :k]
+    dense = ((np.float64(q) - (spread(zeros) if zero_dtype else 0)) * spread(scale)).reshape(w.shape)
+    want, size = (_convolved(f(np.float64(x)), f(dense)) for f in (lambda x: x, np.abs))
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype] * (zero_dtype == "float32")
+    tolerance = (1.01 * unit + (k + 16) * 2.0**-23) * size + 2.0**-23 * np.abs(want)
+    window: Any = (strides, padding, None, dilation, ("NHWC", "OHWI", "NHWC"))
+    run = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, *window, out_dtype=jnp.float32))
+    kind = dtype, "float32", bits, WINDOW_BLOCK, "int8" if zero_dtype == "int32" else zero_dtype
+    choices = kernels.BlockScaledMmProblem(want[..., 0].size, WINDOW_OUTPUTS, k, 1, *kind, windows=True).choices(gpu)
+    for words, _ in sorted(choices, key=lambda choice: -choice[1]):
+        kernels.restrict_block_scaled_mm(words)
+        try:
+            out = np.asarray(run(x, w))
+        finally:
+            kernels.restrict_block_scaled_mm("")
+        name = f"conv, {dtype}, int{bits} weights" + (f", {zero_dtype} zero points" if zero_dtype else "")
+        wrong = int((~(np.abs(out - want) <= tolerance)).sum())
+        yield Result(name, _extension.as_compiled(kernels, words, gpu), f"{IMAGES[-1]} to {WINDOW_OUTPUTS}", wrong)
+
+
+def _convolved(x, w):
+    """WINDOW of x (N, H, W, C) with w (O, Kh, Kw, C)."""
+    taps, strides, dilation, padding = zip(*WINDOW)
+    x = np.pad(x, [(0, 0), *padding, (0, 0)])
+    last = [size - (t - 1) * d for size, t, d in zip(x.shape[1:], taps, dilation)]
+    places = ([slice(i * d, i * d + n, s) for i in range(t)] for t, s, d, n in zip(taps, strides, dilation, last))
+    at = itertools.product(*places)
+    return sum(x[:, i, j] @ w[:, *tap].T for (i, j), tap in zip(at, np.ndindex(*taps)))
+
+
 def check_expanded_mm(m: int) -> Iterator[Result]:
     """Runs the kernel that serves m rows, with zero points and without; int32 must agree bit for bit."""
     n, k, block = WEIGHT_N, 1056, 64  # the last block is short, as is the last turn of warps
@@ -324,6 +371,9 @@ def run(kernels, gpu) -> tuple[list[Result], list[str]]:
     for kind in itertools.product(FLOATS, (4, 8), WEIGHT_ZERO_POINTS, WEIGHT_BLOCKS):
         check = functools.partial(check_block_scaled_mm, kernels, gpu, *kind)
         programs[f"block_scaled_mm {' '.join(map(str, kind))}"] = check
+    for kind in itertools.product(FLOATS[1:], (4, 8), WEIGHT_ZERO_POINTS):
+        check = functools.partial(check_weight_only_conv, kernels, gpu, *kind)
+        programs[f"conv {' '.join(map(str, kind))}"] = check
     for m in EXPANDED_ROWS:
         programs[f"expanded_mm {m}"] = functools.partial(check_expanded_mm, m)
     for sizes in CONVOLUTIONS:

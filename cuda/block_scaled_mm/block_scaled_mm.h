@@ -7,6 +7,9 @@
 // summed in float32 over a block at most, then scaled in float32. One rounding to the output's dtype ends it. Where
 // blocks are few, K is split over more of them, whose sums a second kernel adds in their order.
 //
+// Where the rows of x are windows on images it is a convolution: K is taps, then channels, a row of the result an
+// output pixel, and what is outside of an image is 0.
+//
 // Weights are stored in the order in which a lane of a warp multiplies them, as unsigned integers: q + 8 of 4 bits, q +
 // 128 of 8. K is padded to a multiple of kPadding. Each 64 bytes of a row are 4 parts t of 4 little-endian words w:
 //   4 bits: 128 columns; bits 4p .. 4p+3 of a word have column 8 * (4w + p % 4) + 2t + p / 4.
@@ -19,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "conv/windows.h"
 #include "core/gpu.h"
 #include "core/launch.h"
 #include "scaled_mm/problem.h"
@@ -36,7 +40,7 @@ struct BlockScaledMm {
     int64_t batch_stride = 0;
   };
 
-  void const* x;     // (batch, m, k), K contiguous
+  void const* x;     // (batch, m, k), K contiguous; with windows the images
   uint8_t const* w;  // (batch, n, padded k), in the order above
   void* out;         // (batch, m, n), N contiguous
   int m, n, k, batch;
@@ -47,8 +51,9 @@ struct BlockScaledMm {
   Blocks scale, zero_point;                // zero points kS8, within q's range, or floats
   Vector bias;
   Activation activation;
-  float low, high;  // between which kClamp keeps its results
-  void* workspace;  // for sums of parts of K
+  float low, high;                 // between which kClamp keeps its results
+  std::optional<Windows> windows;  // of one group, with channels in multiples of 8
+  void* workspace;                 // for sums of parts of K
   int64_t workspace_bytes;
 
   int padded_k() const { return int(ceil_div(k, kPadding)) * kPadding; }

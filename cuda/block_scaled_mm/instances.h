@@ -19,6 +19,7 @@ struct Instance {
   bool wgmma = false;          // of Hopper alone, for rows of x that TMA can load
   bool scale_weights = false;  // and not sums
   int share = 1;               // blocks of a cluster that load x for each other
+  bool windows = false;        // on images are the rows of x
   cudaError_t (*prepare)(bool& fits) = nullptr;
   cudaError_t (*launch)(BlockScaledMm const&, int split, Submit const&) = nullptr;
 };

@@ -8,6 +8,7 @@
 
 #include "block_scaled_mm/instances.h"
 #include "block_scaled_mm/sources.cuh"
+#include "block_scaled_mm/windows.cuh"
 #include "core/launch.cuh"
 #include "core/mma.cuh"
 #include "core/prepare.h"
@@ -62,8 +63,8 @@ __device__ void write_sums(Params const& p, int l, int first_m, int first_n, flo
                                                    first_m, first_n);
 }
 
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) block_scaled_mm_kernel(Params p) {
+template <class C, class X>
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) block_scaled_mm_kernel(typename X::Params p) {
 #if __CUDA_ARCH__ >= 800  // else nothing: select.cc chooses no kernel
   using T = typename C::Value;
   using Weights = typename C::Weights;
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) block_scaled_mm_
 
   begin();
   int const k_begin = blockIdx.y * p.k_of_part, k_end = min(p.k, k_begin + p.k_of_part);
-  SourceOfX<C> x(p, l, first_m, k_begin, k_end);
+  X x(p, l, first_m, k_begin, k_end);
   SourceOfWeights<C> weights(p, l, first_n + warp_n, warp_k, k_begin, k_end);
   x.clear(stages);
 #pragma unroll
@@ -195,9 +196,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) block_scaled_mm_
 #endif
 }
 
-template <class C>
+template <class C, class X>
 cudaError_t prepare(bool& fits) {
-  auto* const kernel = reinterpret_cast<void const*>(block_scaled_mm_kernel<C>);
+  auto* const kernel = reinterpret_cast<void const*>(block_scaled_mm_kernel<C, X>);
   return prepare_kernel(kernel, {{}, C::kThreads, C::kSharedBytes}, fits);
 }
 
@@ -212,13 +213,13 @@ int set_parts(BlockScaledMm const& problem, int split, Params& params) {
   return parts;
 }
 
-template <class C>
+template <class C, class X>
 cudaError_t launch(BlockScaledMm const& problem, int split, Submit const& submit) {
-  Params params = make_params<C>(problem);
+  typename X::Params params = X::make_params(problem);
   int const parts = set_parts<C>(problem, split, params);
   dim3 const blocks(params.tiles_m * params.tiles_n * unsigned(problem.batch), parts);
   LaunchShape const shape{blocks, C::kThreads, C::kSharedBytes};
-  cudaError_t const error = jax_qmm::launch(submit, shape, block_scaled_mm_kernel<C>, params);
+  cudaError_t const error = jax_qmm::launch(submit, shape, block_scaled_mm_kernel<C, X>, params);
   return error || parts == 1 ? error : add_parts(problem, parts, submit);
 }
 
@@ -227,11 +228,12 @@ Instance describe(DType in) {
   return {in, C::kBits, C::kFloatZero, C::kUnit, C::kTileM, C::kRows, C::kStep, C::kBlocksPerSm};
 }
 
-template <class C>
+template <class C, class X = SourceOfX<C>>
 Instance instance(DType in) {
   Instance i = describe<C>(in);
-  i.prepare = prepare<C>;
-  i.launch = launch<C>;
+  i.windows = X::kWindows;
+  i.prepare = prepare<C, X>;
+  i.launch = launch<C, X>;
   return i;
 }
 
@@ -251,6 +253,14 @@ void add_instances(std::vector<Instance>& to) {
   add(std::false_type(), std::integral_constant<int, 32>());
   add(std::false_type(), std::integral_constant<int, 16>());
   add(std::true_type(), std::integral_constant<int, 16>());
+  auto const add_windows = [&](auto const& config) {
+    using C = std::decay_t<decltype(config)>;
+    to.push_back(instance<C, SourceOfWindows<C>>(In));
+  };
+  add_windows(Config<T, kBits, false, 32, 16, 2, 2, 4>());
+  add_windows(Config<T, kBits, false, 32, 32, 2, 4, 2>());
+  add_windows(Config<T, kBits, false, 32, 64, 2, 8, 1>());
+  add_windows(Config<T, kBits, true, 16, 16, 2, 2, 4>());
 }
 
 }  // namespace jax_qmm::block_scaled

@@ -38,6 +38,7 @@ std::string& wanted() {
 bool runs(Instance const& i, Gpu const& gpu) { return !i.wgmma || gpu.arch == 90; }
 
 bool serves(Instance const& i, BlockScaledMm const& p) {
+  if (i.windows != p.windows.has_value()) return false;
   // Rows of x that TMA can load.
   if (i.wgmma && (p.k == 0 || p.k % 8 != 0 || reinterpret_cast<uintptr_t>(p.x) % 16 != 0)) return false;
   if (i.in != p.in || i.bits != p.bits || (p.block < p.k && p.block % i.unit != 0)) return false;
@@ -147,8 +148,9 @@ int64_t workspace_of(BlockScaledMm const& p, BlockScaledMmChoice choice) {
 std::string describe_block_scaled_mm(BlockScaledMmChoice choice) {
   Instance const& i = instances().at(choice.instance);
   auto const text = [](int number) { return std::to_string(number); };
-  std::string const words = (i.wgmma ? "sm90 wgmma " : "sm80 ") + text(i.tile_m) + "x" + text(i.rows) + "x" +
-                            text(i.step) + (i.share > 1 ? " cluster " + text(i.share) : "") +
+  std::string const words = std::string(i.windows ? "windows " : "") + (i.wgmma ? "sm90 wgmma " : "sm80 ") +
+                            text(i.tile_m) + "x" + text(i.rows) + "x" + text(i.step) +
+                            (i.share > 1 ? " cluster " + text(i.share) : "") +
                             (choice.split > 1 ? " split-K " + text(choice.split) : "") + " int" + text(i.bits);
   if (i.in == DType::kF32) return words + " weights by float32";
   return words + (i.scale_weights ? " weights scaled each " : " weights, sums scaled each ") + text(i.unit) +

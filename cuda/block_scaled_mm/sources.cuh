@@ -144,6 +144,11 @@ struct Config {
 template <class C>
 class SourceOfX {
  public:
+  using Params = block_scaled::Params;
+  static constexpr bool kWindows = false;
+
+  static Params make_params(BlockScaledMm const& problem) { return block_scaled::make_params<C>(problem); }
+
   __device__ SourceOfX(Params const& p, int l, int first_m, int k_begin, int k_end)
       : first_row_(threadIdx.x / kChunks),
         chunk_(threadIdx.x % kChunks),

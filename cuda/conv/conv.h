@@ -19,33 +19,26 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "conv/windows.h"
 #include "core/gpu.h"
 #include "core/launch.h"
 #include "scaled_mm/problem.h"
 
 namespace jax_qmm {
 
-constexpr int kSpatial = 3;  // axes; those of fewer are the last ones
-using Sizes = std::array<int, kSpatial>;
-
 // In terms of the product: a is lhs (batch, images, *image, groups * channels), b is rhs (batch, n, *taps, channels),
 // out (batch, images, *pixels, n); m = images * pixels, k = taps * channels. Vectors of rows have a value for each
 // image, but sums_a, which has (batch, m * groups).
-struct Conv : ScaledMm {
+struct Conv : ScaledMm, Windows {
   static constexpr int kOldest = 80;         // compute capability 8.0, the first that the kernels were tested for
   static constexpr int kMostGroups = 65535;  // that a grid has
   static constexpr int kMostTaps = 256;      // of a depthwise convolution
 
-  int images, groups;
-  int channels;  // of a group, of lhs
-  int sums;      // m * groups
-  Sizes image, taps, pixels;
-  Sizes strides, before, dilation;  // before: padding, which may be negative
+  int sums;  // m * groups
 
   // Whether each channel is a group, with one output channel.
   bool is_depthwise() const { return channels == 1 && groups == n; }

@@ -1,7 +1,9 @@
 // Where the window of an output pixel lies.
 #pragma once
 
-#include "conv/conv.h"
+#include <cstdint>
+
+#include "conv/windows.h"
 
 namespace jax_qmm::conv {
 
@@ -29,9 +31,9 @@ struct Window {
   Divisor pixels, pixels_y, pixels_x;  // pixels: of an image
   Sizes image, strides, before, dilation;
   int channels;          // of all groups
-  int64_t image_stride;  // bytes
+  int64_t image_stride;  // in values
 
-  explicit Window(Conv const& p)
+  explicit Window(Windows const& p)
       : pixels(p.pixels[0] * p.pixels[1] * p.pixels[2]),
         pixels_y(p.pixels[1]),
         pixels_x(p.pixels[2]),
@@ -54,9 +56,9 @@ struct Window {
 
   __device__ int image_of(int row) const { return pixels.divide(row); }
 
-  // Whether a place is inside of an image, and its first byte there.
-  __device__ bool finds(int z, int y, int x, unsigned& byte) const {
-    byte = ((unsigned(z) * image[1] + y) * image[2] + x) * channels;
+  // Whether a place is inside of an image, and where its first channel is there.
+  __device__ bool finds(int z, int y, int x, unsigned& at) const {
+    at = ((unsigned(z) * image[1] + y) * image[2] + x) * channels;
     return unsigned(z) < image[0] && unsigned(y) < image[1] && unsigned(x) < image[2];
   }
 };

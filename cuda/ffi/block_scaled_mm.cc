@@ -1,4 +1,5 @@
-// jax_qmm_block_scaled_mm and jax_qmm_dequantize_weights: check the buffers, fill BlockScaledMm, launch or record.
+// jax_qmm_block_scaled_mm, jax_qmm_weight_only_conv and jax_qmm_dequantize_weights: check the buffers, fill
+// BlockScaledMm, launch or record.
 #include "block_scaled_mm/block_scaled_mm.h"
 
 #include <string_view>
@@ -10,6 +11,7 @@
 #include "ffi/handlers.h"
 #include "ffi/record.h"
 #include "ffi/vectors.h"
+#include "ffi/windows.h"
 
 namespace jax_qmm {
 namespace {
@@ -98,12 +100,8 @@ ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale, ffi::R
   return read_activation(activation, low, high, p);
 }
 
-ffi::Error block_scaled_mm(Destination const& destination, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale,
-                           ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
-                           std::optional<ffi::Result<ffi::AnyBuffer>> workspace, int32_t bits, int32_t block,
-                           std::string_view names, std::string_view activation, float low, float high) {
-  BlockScaledMm problem{};
-  JAX_QMM_RETURN_IF_ERROR(read(x, w, scale, optional, *out, bits, block, names, activation, low, high, problem));
+ffi::Error run(Destination const& destination, BlockScaledMm& problem,
+               std::optional<ffi::Result<ffi::AnyBuffer>> workspace) {
   if (workspace) {
     problem.workspace = (*workspace)->untyped_data();
     problem.workspace_bytes = int64_t((*workspace)->size_bytes());
@@ -120,6 +118,70 @@ ffi::Error block_scaled_mm(Destination const& destination, ffi::AnyBuffer x, ffi
     if (error == cudaSuccess) return ffi::Error::Success();  // before a kernel is put into words
     return cuda_error(error, describe_block_scaled_mm(*choice).c_str());
   });
+}
+
+ffi::Error block_scaled_mm(Destination const& destination, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale,
+                           ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
+                           std::optional<ffi::Result<ffi::AnyBuffer>> workspace, int32_t bits, int32_t block,
+                           std::string_view names, std::string_view activation, float low, float high) {
+  BlockScaledMm problem{};
+  JAX_QMM_RETURN_IF_ERROR(read(x, w, scale, optional, *out, bits, block, names, activation, low, high, problem));
+  return run(destination, problem, workspace);
+}
+
+ffi::Error read_images(ffi::AnyBuffer lhs, ffi::AnyBuffer out, ffi::Span<int32_t const> taps,
+                       ffi::Span<int32_t const> strides, ffi::Span<int32_t const> before,
+                       ffi::Span<int32_t const> dilation, BlockScaledMm& p) {
+  std::initializer_list<DType> const served = {DType::kBF16, DType::kF16};
+  auto const refuse = [](std::string const& why) { return ffi::Error::InvalidArgument(why); };
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(lhs, "lhs", served));
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", kFloats));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(lhs, "lhs", kSpatial + 2));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(out, "out", kSpatial + 2));
+  auto const l = lhs.dimensions(), o = out.dimensions();
+  for (auto const& dims : {l, o}) {
+    for (int64_t const dim : dims) {
+      if (dim > kLongest) return refuse("no dimension may exceed " + std::to_string(kLongest));
+    }
+  }
+  JAX_QMM_RETURN_IF_ERROR(check_shape(out, "out", {l[0], o[1], o[2], o[3], o[4]}));
+  Windows w{};
+  JAX_QMM_RETURN_IF_ERROR(read_sizes(taps, "taps", 1, w.taps));
+  JAX_QMM_RETURN_IF_ERROR(read_sizes(strides, "strides", 1, w.strides));
+  JAX_QMM_RETURN_IF_ERROR(read_sizes(before, "before", -kLongest, w.before));
+  JAX_QMM_RETURN_IF_ERROR(read_sizes(dilation, "dilation", 1, w.dilation));
+  for (int i = 0; i < kSpatial; ++i) w.image[i] = int(l[1 + i]), w.pixels[i] = int(o[1 + i]);
+  w.images = int(l[0]), w.groups = 1, w.channels = int(l[4]);
+  if (!in_range(w)) {
+    return refuse("lhs has shape " + to_string(l) + " and out " + to_string(o) +
+                  "; of an image, a window and the result's pixels none may have more than " +
+                  std::to_string(kLongest) + " values");
+  }
+  if (w.channels == 0 || w.channels % 8 != 0 || reinterpret_cast<uintptr_t>(lhs.untyped_data()) % 16 != 0) {
+    return refuse("lhs has shape " + to_string(l) +
+                  "; it needs a multiple of 8 channels and an address that is a multiple of 16");
+  }
+  p.windows = w;
+  p.m = w.images * w.pixels[0] * w.pixels[1] * w.pixels[2];
+  p.in = *dtype_of(lhs), p.out_dtype = *dtype_of(out);
+  p.x = lhs.untyped_data(), p.out = out.untyped_data();
+  return ffi::Error::Success();
+}
+
+ffi::Error weight_only_conv(Destination const& destination, ffi::AnyBuffer lhs, ffi::AnyBuffer w, ffi::AnyBuffer scale,
+                            ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
+                            std::optional<ffi::Result<ffi::AnyBuffer>> workspace, ffi::Span<int32_t const> taps,
+                            ffi::Span<int32_t const> strides, ffi::Span<int32_t const> before,
+                            ffi::Span<int32_t const> dilation, int32_t bits, int32_t block, std::string_view names,
+                            std::string_view activation, float low, float high) {
+  BlockScaledMm problem{};
+  JAX_QMM_RETURN_IF_ERROR(read_images(lhs, *out, taps, strides, before, dilation, problem));
+  Windows const& of = *problem.windows;
+  int64_t const n = out->dimensions()[kSpatial + 1], k = int64_t(of.taps[0]) * of.taps[1] * of.taps[2] * of.channels;
+  JAX_QMM_RETURN_IF_ERROR(read_weights(w, scale, 1, n, k, bits, block, problem));
+  JAX_QMM_RETURN_IF_ERROR(read_vectors(optional, names, kOptional, problem));
+  JAX_QMM_RETURN_IF_ERROR(read_activation(activation, low, high, problem));
+  return run(destination, problem, workspace);
 }
 
 ffi::Error dequantize(Destination const& destination, ffi::AnyBuffer w, ffi::AnyBuffer scale,
@@ -160,6 +222,27 @@ auto bind(Binding binding) {
 }
 
 template <class Binding>
+auto bind_conv(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()                       // lhs (images, *image, channels)
+      .template Arg<ffi::AnyBuffer>()                       // w (1, N, bytes of padded K), K is taps, then channels
+      .template Arg<ffi::AnyBuffer>()                       // scale (1, N, blocks of K)
+      .RemainingArgs()                                      // zero_point (1, N, blocks of K), bias (1, N)
+      .template Ret<ffi::AnyBuffer>()                       // out (images, *pixels, N)
+      .template OptionalRet<ffi::AnyBuffer>()               // workspace
+      .template Attr<ffi::Span<int32_t const>>("taps")      // of each of the three spatial axes
+      .template Attr<ffi::Span<int32_t const>>("strides")   // likewise
+      .template Attr<ffi::Span<int32_t const>>("before")    // padding
+      .template Attr<ffi::Span<int32_t const>>("dilation")  // of the taps
+      .template Attr<int32_t>("bits")
+      .template Attr<int32_t>("block")
+      .template Attr<std::string_view>("names")       // of zero_point and bias, where they are given
+      .template Attr<std::string_view>("activation")  // none, clamp, gelu or silu
+      .template Attr<float>("low")                    // of clamp
+      .template Attr<float>("high");
+}
+
+template <class Binding>
 auto bind_dequantize(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()          // w (1 | batch, N, bytes of padded K)
@@ -173,12 +256,15 @@ auto bind_dequantize(Binding binding) {
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize, ffi::Ffi::BindInitialize());
 XLA_FFI_DEFINE_HANDLER(execute_handler, block_scaled_mm, bind(bind_execute()), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(record_handler, block_scaled_mm, bind(bind_record()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(conv_execute, weight_only_conv, bind_conv(bind_execute()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(conv_record, weight_only_conv, bind_conv(bind_record()), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(dequantize_execute, dequantize, bind_dequantize(bind_execute()),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(dequantize_record, dequantize, bind_dequantize(bind_record()),
                        {ffi::Traits::kCmdBufferCompatible});
 
 AddTarget const target({"jax_qmm_block_scaled_mm", initialize_handler, execute_handler, record_handler});
+AddTarget const conv_target({"jax_qmm_weight_only_conv", initialize_handler, conv_execute, conv_record});
 AddTarget const dequantize_target({"jax_qmm_dequantize_weights", initialize_handler, dequantize_execute,
                                    dequantize_record});
 

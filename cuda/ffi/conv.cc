@@ -1,9 +1,6 @@
 // jax_qmm_conv: checks the buffers, fills Conv, launches or records.
 #include "conv/conv.h"
 
-#include <algorithm>
-#include <cstdlib>
-#include <iterator>
 #include <string_view>
 #include <utility>
 
@@ -14,6 +11,7 @@
 #include "ffi/output.h"
 #include "ffi/record.h"
 #include "ffi/vectors.h"
+#include "ffi/windows.h"
 
 namespace jax_qmm {
 namespace {
@@ -29,31 +27,6 @@ NamedVector<Conv, Vector> const kVectors[] = {
     {"out_scale", Values::kFloat, nullptr, &Conv::out_scale},
     {"out_zero_point", Values::kInt32, nullptr, &Conv::out_zero_point},
 };
-
-// Reads one of the window's attributes.
-ffi::Error read_sizes(ffi::Span<int32_t const> values, char const* name, int least, Sizes& to) {
-  bool fits = values.size() == to.size();
-  for (size_t i = 0; fits && i < to.size(); ++i) {
-    to[i] = values[i];
-    fits = to[i] >= least && to[i] >= -kLongest && to[i] <= kLongest;
-  }
-  if (fits) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument(std::string(name) + " needs " + std::to_string(kSpatial) + " values of at least " +
-                                     std::to_string(least));
-}
-
-// Whether the kernels' integers hold all positions and sizes.
-bool in_range(Conv const& p) {
-  auto const size_of = [](Sizes const& sizes) { return double(sizes[0]) * sizes[1] * sizes[2]; };
-  double const largest[] = {size_of(p.image) * p.channels * p.groups, size_of(p.taps) * p.channels,
-                            size_of(p.pixels) * p.images * p.groups};
-  bool fits = std::all_of(std::begin(largest), std::end(largest), [](double size) { return size <= kLongest; });
-  for (int i = 0; i < kSpatial; ++i) {
-    double const reach = double(p.pixels[i]) * p.strides[i] + double(p.taps[i]) * p.dilation[i] + std::abs(p.before[i]);
-    fits = fits && reach <= kLongest;
-  }
-  return fits;
-}
 
 ffi::Error read(ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::RemainingArgs vectors, ffi::AnyBuffer out,
                 ffi::Span<int32_t const> strides, ffi::Span<int32_t const> before, ffi::Span<int32_t const> dilation,

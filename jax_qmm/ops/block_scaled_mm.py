@@ -169,9 +169,7 @@ def _kernel(*operands, names, num_batch, qtype, packed, block, activation, out_d
     batch, rows, n, _ = matmul_form.sizes(operands, num_batch)
     x, w, *vectors = operands
     if not packed:
-        w = packing.pack(w)
-        # A traced zero point may be one that int8 has not; float32 has all that matter.
-        vectors = [v.astype(jnp.float32) if v.dtype == jnp.int32 else v for v in vectors]
+        w, vectors = packed_leaves(w, vectors)
     results = [jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)]
     if workspace:
         results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
@@ -187,17 +185,23 @@ def _kernel(*operands, names, num_batch, qtype, packed, block, activation, out_d
     return out.reshape(*batch, *rows, n)
 
 
+def packed_leaves(w, vectors):
+    """Plain w and its vectors as kernels take them."""
+    # A traced zero point may be one that int8 has not; float32 has all that matter.
+    return packing.pack(w), [v.astype(jnp.float32) if v.dtype == jnp.int32 else v for v in vectors]
+
+
 def _reference(x, w, *vectors, names, **params):
     return reference.block_scaled_mm(x, w, **dict(zip(names, vectors)), **params)
 
 
 def _dequantized_once(x, w, *vectors, names, packed, **params):
-    dequantize = _dequantize if packed else None  # what is not packed, XLA reads as fast as memory gives it
+    dequantize = dequantized_by_kernel if packed else None  # what is not packed, XLA reads as fast as memory gives it
     return reference.dequantized_once(x, w, **dict(zip(names, vectors)), packed=packed, dequantize=dequantize, **params)
 
 
-def _dequantize(w, scale, zero_point, *, qtype, packed, block, k, dtype):
-    """`reference.dequantized` by a kernel."""
+def dequantized_by_kernel(w, scale, zero_point, *, qtype, packed, block, k, dtype):
+    """`reference.dequantized` of a packed w by a kernel."""
     leaves = [w, scale] if zero_point is None else [w, scale, zero_point]
     num_batch = w.ndim - 2
     folded = matmul_form.fold(leaves, [reference.LABELS["w"]] * len(leaves), num_batch)
