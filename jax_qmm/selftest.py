@@ -60,9 +60,9 @@ WEIGHT_ZERO_POINTS = (None, "int32", "float32")
 CONVOLUTIONS = ((16, 1, 133), (24, 1, 72), (20, 3, 15), (3, 1, 64), (1, 144, 144), (1, 20, 20))
 CONV_IMAGES, CONV_IMAGE, CONV_OUTPUTS = 3, (17, 19), ("bfloat16", "float32", "int32", "int8")
 
-# Convolutions with weights in blocks that end within taps: images, outputs, the window as (taps, strides, dilation,
-# padding) of each axis, the length of a block.
-IMAGES, WINDOW_OUTPUTS, WINDOW, WINDOW_BLOCK = (3, 9, 7, 24), 133, ((3, 2, 1, (1, 2)), (2, 1, 2, (0, 1))), 32
+# Windows of convolutions; and images, outputs and blocks, which end within taps, where weights have them.
+TAPS, STRIDES, DILATION, PADDING = (3, 2), (2, 1), (1, 2), ((1, 2), (0, 1))
+IMAGES, WINDOW_OUTPUTS, WINDOW_BLOCK = (3, 9, 7, 24), 133, 32
 
 # Rows of x beside int4 weights that become int8: the most that each kernel of expanded_mm serves.
 EXPANDED_ROWS = (8, 16, 32)
@@ -236,21 +236,20 @@ def check_weight_only_conv(kernels, gpu, dtype: str, bits: int, zero_dtype: str 
     """Runs every kernel that serves such a convolution; the tolerance is that of `check_block_scaled_mm`."""
     rng = np.random.default_rng(bits)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
-    taps, strides, dilation, padding = zip(*WINDOW)
-    k = math.prod(taps) * IMAGES[-1]
+    k = math.prod(TAPS) * IMAGES[-1]
     q = jnp.asarray(rng.integers(low, high, (WINDOW_OUTPUTS, k), np.int8))
     blocks = (WINDOW_OUTPUTS, -(-k // WINDOW_BLOCK))
     zeros = jnp.asarray(rng.uniform(low, high, blocks).astype(zero_dtype)) if zero_dtype else None
     scale = jnp.asarray(rng.uniform(0.5, 2, blocks).astype("f"))
     rows = jax_qmm.QArray(q, scale, zeros, qtype=f"int{bits}", tile_size=WINDOW_BLOCK).pack()
-    w = rows.reshape(WINDOW_OUTPUTS, *taps, IMAGES[-1])
+    w = rows.reshape(WINDOW_OUTPUTS, *TAPS, IMAGES[-1])
     x = jnp.asarray(rng.standard_normal(IMAGES, np.float32), dtype)
     spread = lambda leaf: np.repeat(np.float64(leaf), WINDOW_BLOCK, 1)[:, :k]
     dense = ((np.float64(q) - (spread(zeros) if zero_dtype else 0)) * spread(scale)).reshape(w.shape)
     want, size = (_convolved(f(np.float64(x)), f(dense)) for f in (lambda x: x, np.abs))
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype] * (zero_dtype == "float32")
     tolerance = (1.01 * unit + (k + 16) * 2.0**-23) * size + 2.0**-23 * np.abs(want)
-    window: Any = (strides, padding, None, dilation, ("NHWC", "OHWI", "NHWC"))
+    window: Any = (STRIDES, PADDING, None, DILATION, ("NHWC", "OHWI", "NHWC"))
     run = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, *window, out_dtype=jnp.float32))
     kind = dtype, "float32", bits, WINDOW_BLOCK, "int8" if zero_dtype == "int32" else zero_dtype
     choices = kernels.BlockScaledMmProblem(want[..., 0].size, WINDOW_OUTPUTS, k, 1, *kind, windows=True).choices(gpu)
@@ -266,13 +265,12 @@ def check_weight_only_conv(kernels, gpu, dtype: str, bits: int, zero_dtype: str 
 
 
 def _convolved(x, w):
-    """WINDOW of x (N, H, W, C) with w (O, Kh, Kw, C)."""
-    taps, strides, dilation, padding = zip(*WINDOW)
-    x = np.pad(x, [(0, 0), *padding, (0, 0)])
-    last = [size - (t - 1) * d for size, t, d in zip(x.shape[1:], taps, dilation)]
-    places = ([slice(i * d, i * d + n, s) for i in range(t)] for t, s, d, n in zip(taps, strides, dilation, last))
-    at = itertools.product(*places)
-    return sum(x[:, i, j] @ w[:, *tap].T for (i, j), tap in zip(at, np.ndindex(*taps)))
+    """The window on x (N, H, W, C) with w (O, Kh, Kw, C)."""
+    x = np.pad(x, [(0, 0), *PADDING, (0, 0)])
+    last = [size - (t - 1) * d for size, t, d in zip(x.shape[1:], TAPS, DILATION)]
+    places = ([slice(i * d, i * d + n, s) for i in range(t)] for t, s, d, n in zip(TAPS, STRIDES, DILATION, last))
+    terms = (x[:, i, j] @ w[:, *tap].T for (i, j), tap in zip(itertools.product(*places), np.ndindex(*TAPS)))
+    return functools.reduce(np.add, terms)
 
 
 def check_expanded_mm(m: int) -> Iterator[Result]:
@@ -295,15 +293,15 @@ def check_conv(kernels, gpu, channels: int, groups: int, out: int) -> Iterator[R
     """Runs every kernel that serves a convolution, with each dtype of the result, bit for bit as the reference."""
     rng = np.random.default_rng(channels)
     int8 = lambda *shape: jnp.asarray(rng.integers(-128, 128, shape, np.int8))
-    lhs, rhs = int8(CONV_IMAGES, *CONV_IMAGE, channels * groups), int8(out, 3, 2, channels)
+    lhs, rhs = int8(CONV_IMAGES, *CONV_IMAGE, channels * groups), int8(out, *TAPS, channels)
     vectors = {
         "zero_point_lhs": int8(CONV_IMAGES),
         "zero_point_rhs": int8(out).astype(jnp.int32),
         "scale_lhs": jnp.asarray(rng.uniform(0.5, 2, CONV_IMAGES).astype("f")),
         "scale_rhs": jnp.asarray(rng.uniform(0.5, 2, out).astype("f")),
     }
-    window = Window((2, 1), ((1, 2), (0, 1)), (1, 1), (1, 2), groups)
-    m = CONV_IMAGES * math.prod(window.out_shape(CONV_IMAGE, (3, 2)))
+    window = Window(STRIDES, PADDING, (1, 1), DILATION, groups)
+    m = CONV_IMAGES * math.prod(window.out_shape(CONV_IMAGE, TAPS))
     for dtype in CONV_OUTPUTS:
         output = (
             {"out_scale": jnp.float32(3000), "out_zero_point": jnp.int32(OUT_ZERO_POINT)} if dtype == "int8" else {}
@@ -316,7 +314,7 @@ def check_conv(kernels, gpu, channels: int, groups: int, out: int) -> Iterator[R
             on_cpu = jax.device_put((lhs, rhs, given), jax.devices("cpu")[0])
             want = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))(*on_cpu)
         run = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params))
-        problem = (1, CONV_IMAGES, math.prod(CONV_IMAGE), m, 6 * channels, channels, out, groups, dtype)
+        problem = (1, CONV_IMAGES, math.prod(CONV_IMAGE), m, math.prod(TAPS) * channels, channels, out, groups, dtype)
         for words in kernels.ConvProblem(*problem).choices(gpu):
             kernels.restrict_conv(words)
             try:

@@ -144,13 +144,16 @@ def f(x):
     w = jax_qmm.QArray(b.qvalue, a.scale)
     image = jax_qmm.QArray(a.qvalue.reshape(1, 8, 8, 64), jax.numpy.ones((1, 1, 1, 1)))
     kernel = jax_qmm.QArray(b.qvalue.reshape(16, 2, 2, 64), jax.numpy.ones((1, 1, 1, 1)))
+    window = (1, 1), "SAME", None, None, ("NHWC", "OHWI", "NHWC")
+    blocks = jax_qmm.W8A16(64).quantize_weight(x.reshape(16, 2, 2, 64), (1, 2, 3))
     return [
         jax_qmm.scaled_mm(a.qvalue, b.qvalue, a.scale, 0.1),
         jax_qmm.block_scaled_mm(x, w),
         jax_qmm.block_scaled_mm(x.astype("float32"), w.pack()),
         jax_qmm.block_scaled_mm(a, w),
         jax_qmm.matmul(x[:8], jax_qmm.W4A8(32).quantize_weight(x, (0,)), scheme=jax_qmm.W4A8(32)),
-        jax_qmm.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC")),
+        jax_qmm.conv_general_dilated(image, kernel, *window),
+        jax_qmm.conv_general_dilated(x.reshape(1, 8, 8, 64), blocks, *window),
     ]
 print(jax.jit(f).lower(x).compile().as_text(), jax_qmm._extension.launches())
 """
