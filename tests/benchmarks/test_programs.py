@@ -32,6 +32,15 @@ def test_lines_have_the_median_and_the_spread_of_shuffled_turns(small, run_main,
     assert capsys.readouterr().out.count("of one took") == 3
 
 
+def test_what_follows_the_sums_is_compared_with_scales_alone(small, run_main):
+    timed, lines = run_main("benchmarks/programs.py", "--epilogues", "--m", "16", "--shapes", "32,64")
+    rows = [*csv.DictReader(lines)]
+    # Scales alone, five activations and two outputs; of int8 zero points and two quantizers, too.
+    assert len(timed) == (11 + 8) * measure.TURNS
+    assert [(row["dtype"], row["n"]) for row in rows] == [("int8", "32")] * 9 + [("float8_e4m3fn", "32")] * 7
+    assert len({row["what"] for row in rows}) == 9
+
+
 def test_columns_are_those_of_the_stored_figures_and_more(small, run_main):
     _, (header, *_) = run_main("benchmarks/programs.py", "--m", "16")
     assert header.startswith(STORED.read_text().splitlines()[0] + ",")
