@@ -150,6 +150,10 @@ void bind_scaled_mm(nb::module_& m) {
           "What the cost model takes a kernel's time from: waves, K tiles, microseconds of a copy. None where it never "
           "chooses it.")
       .def(
+          "predict",
+          [](ScaledMm const& p, Pair chosen, Gpu const& gpu) { return predict_scaled_mm(p, choice(chosen), gpu); },
+          "Microseconds that a kernel takes by the cost model; infinite where it never chooses it.")
+      .def(
           "tune", [](ScaledMm const& p, Pair chosen, Gpu const& gpu) { tune_scaled_mm(p, choice(chosen), gpu); },
           "Fixes the kernel for it on GPUs of this model.")
       .def("tuned", tuned_scaled_mm, "The M that its kernel was fixed at; None where the cost model chooses.")

@@ -1,6 +1,7 @@
 """The tuning file: what it keeps, when it is refused, and what a process does with it."""
 
 import json
+import math
 import types
 import warnings
 from typing import NamedTuple
@@ -320,6 +321,14 @@ def test_aligned_products_get_a_kernel_made_for_hopper(extension, h200, kind, n,
 def test_the_cost_model_chooses_by_how_tiles_fill_the_gpu(extension, h200, dtype, fast_accum, m, n, k, kind):
     choice = extension.ScaledMmProblem(m, n, k, 1, dtype, "bfloat16", fast_accum).select(h200)
     assert kind in extension.describe_scaled_mm(choice)
+
+
+@pytest.mark.parametrize("product", [INT8, FP8, FULL, NARROW], ids=str)
+def test_the_cost_model_chooses_what_it_predicts_to_be_the_fastest(extension, h200, product):
+    problem = extension.ScaledMmProblem(*product)
+    predicted = {choice: problem.predict(choice, h200) for choice in problem.choices(h200)}
+    assert problem.select(h200) == min(predicted, key=predicted.__getitem__)
+    assert predicted[-1, 1] == problem.predict((10**6, 1), h200) == math.inf  # of no kernel that it may choose
 
 
 @pytest.mark.parametrize(

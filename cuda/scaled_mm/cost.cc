@@ -86,6 +86,14 @@ std::vector<double> predict_times(ScaledMm const& problem, Gpu const& gpu) {
   return times;
 }
 
+double predict_scaled_mm(ScaledMm const& p, ScaledMmChoice choice, Gpu const& gpu) {
+  bool const known = choice.instance >= 0 && choice.instance < int(instances().size());
+  if (!known || choice.swizzle != swizzle_for(instances()[choice.instance], p)) {
+    return std::numeric_limits<double>::infinity();
+  }
+  return predict_times(p, gpu)[choice.instance];
+}
+
 std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& p, ScaledMmChoice choice, Gpu const& gpu) {
   if (choice.instance < 0 || choice.instance >= int(instances().size())) return std::nullopt;
   if (!suits(instances()[choice.instance], alignment(p)) || !runs_on(gpu, choice.instance)) return std::nullopt;

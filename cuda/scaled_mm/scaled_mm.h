@@ -66,6 +66,9 @@ struct ScaledMmTerms {
 // None where `select_scaled_mm` never chooses this kernel or swizzle.
 std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& problem, ScaledMmChoice choice, Gpu const& gpu);
 
+// Microseconds that a choice takes by the cost model; infinite where `select_scaled_mm` never chooses it.
+double predict_scaled_mm(ScaledMm const& problem, ScaledMmChoice choice, Gpu const& gpu);
+
 // Measured choices
 // ----------------
 
