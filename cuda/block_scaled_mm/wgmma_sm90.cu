@@ -151,6 +151,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
     if (parts > 1) {
       if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows, 0) * kRowsW * 4);
+      __syncwarp();  // of lanes that the wait or the branch may have parted: sync_cluster is for whole warps
       sync_cluster();
     }
   };
