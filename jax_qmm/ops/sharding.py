@@ -31,8 +31,29 @@ def find_mesh(ctx):
     if mesh.size != axis_context.num_devices:
         return None
     return ctx.replace(
-        module_context=ctx.module_context.replace(axis_context=dataclasses.replace(axis_context, abstract_mesh=mesh))
+        module_context=ctx.module_context.replace(
+            axis_context=dataclasses.replace(axis_context, abstract_mesh=_in_prime_axes(mesh))
+        )
     )
+
+
+def _in_prime_axes(mesh):
+    """The mesh with each axis as one for each of its prime factors, the first of them outermost.
+
+    The compiler may shard a dimension by a part of an axis: one of 6 blocks by 2 of the 4 devices that share their
+    columns. custom_partitioning can't read that by the axis as a whole, and fails.
+    """
+    parts = {f"{name}/{i}": p for name, size in mesh.shape.items() for i, p in enumerate(_prime_factors(size))}
+    return jax.sharding.AbstractMesh(tuple(parts.values()), tuple(parts))
+
+
+def _prime_factors(n):
+    """
+    >>> _prime_factors(12), _prime_factors(1)
+    ([2, 2, 3], [])
+    """
+    least = next((p for p in range(2, n + 1) if n % p == 0), None)
+    return [] if least is None else [least, *_prime_factors(n // least)]
 
 
 def partitioned(local, operands, results, shapes, *, names, over=(), across=None, units=None):

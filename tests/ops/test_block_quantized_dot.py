@@ -243,6 +243,17 @@ def test_sharded_over_blocks_of_k_one_all_reduce(scheme, m, n, k, want, kind):
     np.testing.assert_allclose(np.float32(got), whole, rtol=2.0**-7, atol=1e-5 * abs(whole).max())
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_sharded_within_blocks(shape):
+    """Six blocks over four or eight devices: what is within them is gathered."""
+    mesh = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+    scheme, x = W8A8(tile_size=32, symmetric=False), normal(6, 192)
+    w = weight(scheme, 192, 16, contracted=(0,))
+    f = jax.jit(lambda x: jax_qmm.matmul(x, w, scheme=scheme))
+    got = f(jax.device_put(x, NamedSharding(mesh, P(None, mesh.axis_names))))
+    np.testing.assert_allclose(got, f(x), rtol=1e-5, atol=1e-5)
+
+
 def test_schemes_that_do_not_fit_are_refused():
     x, w = normal(3, 96), jax_qmm.quantize(normal(8, 96), tile_size=32)
     with pytest.raises(ValueError, match="is packed, .* needs it plain"):

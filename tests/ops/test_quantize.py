@@ -245,6 +245,18 @@ def test_sharded_by_a_constraint_alone(shape, spec):
     assert_equal(q, oracle(x, INT8, 1))
 
 
+@pytest.mark.parametrize("spec", [P(None, "x"), P(None, ("x", "y")), P("y", "x")])
+def test_sharded_within_blocks(spec):
+    """Six blocks over four devices: the compiler may split them over two of the four."""
+    x = np.random.default_rng(0).normal(size=(2, 48)).astype(np.float32)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    f = functools.partial(jax_qmm.quantize, tile_size=8, symmetric=False, sums=True)
+    q = jax.jit(f)(jax.device_put(x, NamedSharding(mesh, spec)))
+    want = f(x)
+    assert_equal(q, [np.asarray(leaf) for leaf in (want.qvalue, want.scale, want.zero_point)])
+    np.testing.assert_array_equal(q.azp_adj, want.azp_adj)
+
+
 @pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}])
 def test_shard_map(manual):
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
