@@ -107,6 +107,35 @@ def test_a_subclass_that_calls_the_original_does_so_once():
     assert jnp.linalg.norm(run(x) - plain(x)) < jnp.linalg.norm(plain(x)) * 2 / 127
 
 
+def normalized(base):
+    class Normalized(base):
+        def param(self, name, *args, **kwargs):
+            value = super().param(name, *args, **kwargs)
+            return value - jnp.mean(value) if name == "kernel" else value
+
+    return Normalized
+
+
+@pytest.mark.parametrize("layer", [normalized(nn.Conv)(4, (3,)), normalized(nn.Dense)(4)], ids=["Conv", "Dense"])
+def test_a_subclass_that_makes_another_kernel_of_its_parameter_stays_in_float(layer):
+    x = data(2, 6, 8)
+    plain, run, _, report = quantized(layer, W8A8(), x, example=x)
+    assert report.rows[0].reason == "it brings its own param"
+    np.testing.assert_array_equal(run(x), plain(x))
+
+
+def test_such_a_subclass_is_found_at_the_latest_when_it_runs():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return normalized(nn.Conv)(4, (3,), name="Conv_0")(x)
+
+    x = data(2, 6, 8)
+    _, run, *_ = quantized(Model(), W8A8(), x)
+    with pytest.raises(TypeError, match="the kernel of Conv_0 was quantized, but it brings its own param"):
+        run(x)
+
+
 def test_a_stack_of_layers():
     class Block(nn.Module):
         @nn.compact

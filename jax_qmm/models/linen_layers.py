@@ -28,6 +28,8 @@ _DEFAULTS = [*_LAX, *(field.default for field in _FIELDS if field.name in _OWN)]
 
 def own_callable(module: nn.Module) -> str | None:
     """Why a layer that brings its own arithmetic can't be quantized; None where it does not."""
+    if type(module).param is not nn.Module.param:  # by which some normalize their kernel at each call
+        return "it brings its own param"
     return layer_kinds.own_callable(module, _OWN, _DEFAULTS)
 
 
