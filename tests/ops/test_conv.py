@@ -1,5 +1,7 @@
 """conv_general_dilated on the reference, against integers and float64 in numpy."""
 
+import dataclasses
+import math
 import re
 
 import conv_oracle
@@ -9,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conv_oracle import case, int8
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 import jax_qmm
 from jax_qmm import W4A16, W8A8, W8A16, QArray
@@ -40,6 +42,7 @@ def cases(draw):
         out=draw(st.integers(1, 3)),
         groups=draw(st.integers(1, 3)),
     )
+    assume(all(size + sum(pair) >= 0 for size, pair in zip(c.spatial, c.padding)))  # lax crops no more
     orders = [draw(st.permutations(letters)) for letters in c.numbers()]
     in_order = iter("XYZ")  # lax reads strides and paddings in the order of the spatial axes of rhs
     orders[1] = [next(in_order) if letter in "XYZ" else letter for letter in orders[1]]
@@ -47,31 +50,42 @@ def cases(draw):
     return c, orders, pick, draw(st.integers(0, 2**32 - 1))
 
 
+def by_batch_groups(groups, function, *vectors):
+    """The result of a function of the images and output channels of each group of the batch; None stays None."""
+    split = lambda x: [x] * groups if x is None or len(x) == 1 != groups else np.split(x, groups)
+    return np.concatenate([function(*each) for each in zip(*map(split, vectors))], -1)
+
+
 @settings(max_examples=60)
 @given(cases())
 def test_every_parameter(oracle, drawn):
     c, orders, pick, seed = drawn
     rng = np.random.default_rng(seed)
-    lhs, rhs = int8(rng, *c.lhs_shape()), int8(rng, *c.rhs_shape())
+    groups = pick(1, 2, 3) if c.groups == 1 else 1  # of the batch; lax has one kind at once
+    many = lambda shape: (groups * shape[0], *shape[1:])
+    lhs, rhs = int8(rng, *many(c.lhs_shape())), int8(rng, *many(c.rhs_shape()))
     many_l, many_r = pick(1, lhs.shape[0]), pick(1, rhs.shape[0])
     scale_l, scale_r = rng.normal(size=many_l).astype(np.float32), rng.normal(size=many_r).astype(np.float32)
     zero_l = pick(None, rng.integers(-128, 128, many_l).astype(np.int32))
     zero_r = pick(None, rng.integers(-128, 128, many_r).astype(np.int32))
     bias = pick(None, rng.normal(size=rhs.shape[0]).astype(np.float32))
-    activation = pick(None, "relu", (-1.5, 2.0))
-    out_dtype = pick(jnp.float32, jnp.bfloat16, jnp.int8, jnp.int32)
-    output = dict(out_scale=np.float32(0.7), out_zero_point=-3) if out_dtype == jnp.int8 else {}
+    activation = pick(None, "relu", "relu6", (-1.5, 2.0))
+    out_dtype = pick(jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn, jnp.int32)
+    output = dict(out_scale=np.float32(0.7)) if out_dtype in (jnp.int8, jnp.float8_e4m3fn) else {}
+    output |= dict(out_zero_point=-3) if out_dtype == jnp.int8 else {}
     if out_dtype == jnp.int32:
         bias, activation = None, None
 
-    difference = lambda q, zero: q.astype(np.int64) - (0 if zero is None else along_first(zero, q.ndim))
-    acc = conv_oracle.sums(c, difference(lhs, zero_l), difference(rhs, zero_r)).astype(np.int32)
-    want = acc
-    if out_dtype != jnp.int32:
+    def of_group(lhs, zero_l, scale_l, rhs, zero_r, scale_r, bias):
+        difference = lambda q, zero: q.astype(np.int64) - (0 if zero is None else along_first(zero, q.ndim))
+        acc = conv_oracle.sums(c, difference(lhs, zero_l), difference(rhs, zero_r)).astype(np.int32)
+        if out_dtype == jnp.int32:
+            return acc
         per_image = np.broadcast_to(along_first(scale_l, acc.ndim - 1), acc.shape[:-1])
-        want = oracle.epilogue(
-            acc, per_image, scale_r, bias, activation=activation, out_dtype=np.dtype(out_dtype), **output
-        )
+        options = dict(activation=activation, out_dtype=np.dtype(out_dtype), **output)
+        return oracle.epilogue(acc, per_image, scale_r, bias, **options)
+
+    want = by_batch_groups(groups, of_group, lhs, zero_l, scale_l, rhs, zero_r, scale_r, bias)
 
     def quantized(q, scale, zero, letters, order):
         leaves = (q, *(None if v is None else along_first(v, q.ndim) for v in (scale, zero)))
@@ -81,7 +95,7 @@ def test_every_parameter(oracle, drawn):
     got = jax_qmm.conv_general_dilated(
         quantized(lhs, scale_l, zero_l, letters[0], orders[0]),
         quantized(rhs, scale_r, zero_r, letters[1], orders[1]),
-        **c.keywords() | dict(dimension_numbers=tuple(map("".join, orders))),
+        **c.keywords() | dict(dimension_numbers=tuple(map("".join, orders)), batch_group_count=groups),
         bias=bias,
         activation=activation,
         out_dtype=out_dtype,
@@ -235,6 +249,44 @@ def test_weight_only_is_the_convolution_of_dequantized_weights(kind, taps):
     assert (np.abs(np.float64(f(x, w)) - np.maximum(want, 0)) <= bound).all()
     (row,) = jax_qmm.explain(f, x, w).rows
     assert row.op.startswith("weight-only conv" if taps == (3, 3) else "block_scaled_mm")
+
+
+WEIGHT_ONLY = (W4A16(4), W4A16(4, symmetric=False), W4A16(None), W8A16(8), W8A16(None, symmetric=False))
+
+
+@given(cases())
+def test_weight_only_of_every_parameter(drawn):
+    c, orders, pick, seed = drawn
+    c = dataclasses.replace(c, channels=4 * c.channels)
+    rng = np.random.default_rng(seed)
+    groups = pick(1, 2, 3) if c.groups == 1 else 1  # of the batch
+    many = lambda shape: (groups * shape[0], *shape[1:])
+    x, kernel = image(*many(c.lhs_shape()), seed=rng), image(*many(c.rhs_shape()), seed=rng)
+    bias, activation = pick(None, image(kernel.shape[0], seed=rng)), pick(None, "relu", (-1.5, 2.0))
+    letters, low, high = c.numbers(), *{None: (-np.inf, np.inf), "relu": (0, np.inf)}.get(activation, activation)
+    axes = [axis for axis, letter in enumerate(orders[1]) if letter != "O"]
+    scheme = pick(*WEIGHT_ONLY)
+    w = scheme.quantize_weight(conv_oracle.transposed(kernel, letters[1], orders[1]), axes)
+    got = jax_qmm.conv_general_dilated(
+        jnp.asarray(conv_oracle.transposed(x, letters[0], orders[0])),
+        w,
+        **c.keywords() | dict(dimension_numbers=tuple(map("".join, orders)), batch_group_count=groups),
+        scheme=scheme,
+        bias=bias,
+        activation=activation,
+        precision="highest",
+    )
+    dense = np.float64(conv_oracle.transposed(w.dequantize(), orders[1], letters[1]))
+    of_group = lambda x, w, b: conv_oracle.sums(c, x, w) + (0 if b is None else b)
+    exact, most = (
+        by_batch_groups(groups, of_group, *(None if v is None else of(np.float64(v)) for v in (x, dense, bias)))
+        for of in (np.asarray, np.abs)
+    )
+    exact, most = (conv_oracle.transposed(v, letters[2], orders[2]) for v in (exact, most))
+    # Sums in any order of values that are rounded at most twice, their product and the weight; and the bias.
+    bound = (c.channels * math.prod(c.taps) + 3) * 2.0**-24 * most
+    assert got.shape == exact.shape
+    assert (np.abs(np.float64(got) - np.clip(exact, low, high)) <= bound).all()
 
 
 def test_a_scheme_keeps_lhs_float_beside_plain_int8():
