@@ -102,9 +102,56 @@ void cp_async_wait(Warp& w, Inst const& i, uint32_t lanes) {
                 i.aux2 < 0);
 }
 
-// Calls f(offset in the box, address in global memory, bytes, inside) for pieces of up to 16 bytes.
+// Where a box begins, and of im2col how far from its pixels what is loaded lies.
+struct BoxPlace {
+  int32_t at[5] = {};
+  int32_t offsets[3] = {};
+};
+
+// Calls f(offset in the box, address in global memory, bytes, where what exists begins and ends of these) for pieces of
+// up to 16 bytes of the elements that begin at `first`, the first coordinate, and at `base` by the others.
 template <class F>
-void for_box(TensorMap const& map, int32_t const* at, F f) {
+void for_row(TensorMap const& map, int32_t first_element, int64_t base, bool inside, uint32_t offset, F f) {
+  uint32_t const row = map.box[0] * map.element_bytes;
+  int64_t const first = int64_t(first_element) * map.element_bytes, end = int64_t(map.size[0]) * map.element_bytes;
+  for (uint32_t b = 0; b < row; b += 16) {
+    uint32_t const n = std::min(16u, row - b);
+    int64_t const from = first + b;
+    // The part [low, high) of the piece that exists.
+    int64_t const low = std::clamp<int64_t>(-from, 0, n), high = std::clamp<int64_t>(end - from, low, n);
+    f(offset + b, map.address + base + from, n, inside ? uint32_t(low) : 0, inside ? uint32_t(high) : 0);
+  }
+}
+
+// Pixels one after another, by their strides: where an axis ends, it begins again and the next one goes on.
+template <class F>
+void for_pixels(TensorMap const& map, BoxPlace const& place, F f) {
+  int const last = map.rank - 1;  // of images
+  int32_t at[5];
+  std::copy_n(place.at, 5, at);
+  for (uint32_t pixel = 0; pixel < map.box[1]; ++pixel) {
+    bool inside = true;
+    int64_t base = 0;
+    for (int d = 1; d <= last; ++d) {
+      int64_t const x = int64_t(at[d]) + (d < last ? place.offsets[d - 1] : 0);
+      inside &= x >= 0 && x < int64_t(map.size[d]);
+      base += x * int64_t(map.stride[d - 1]);
+    }
+    for_row(map, at[0], base, inside, pixel * map.box[0] * map.element_bytes, f);
+    int d = 1;
+    for (; d < last; ++d) {
+      if ((at[d] += map.element_stride[d]) < int64_t(map.size[d]) + map.upper[d - 1]) break;
+      at[d] = map.lower[d - 1];
+    }
+    if (d == last) at[last] += map.element_stride[last];
+  }
+}
+
+// As for_row, for a whole box.
+template <class F>
+void for_box(TensorMap const& map, BoxPlace const& place, F f) {
+  if (map.im2col) return for_pixels(map, place, f);
+  int32_t const* const at = place.at;
   uint32_t const row = map.box[0] * map.element_bytes;
   uint32_t index[5] = {};
   uint32_t offset = 0;
@@ -116,14 +163,7 @@ void for_box(TensorMap const& map, int32_t const* at, F f) {
       inside &= x >= 0 && x < int64_t(map.size[d]);
       base += x * int64_t(map.stride[d - 1]);
     }
-    int64_t const first = int64_t(at[0]) * map.element_bytes, end = int64_t(map.size[0]) * map.element_bytes;
-    for (uint32_t b = 0; b < row; b += 16) {
-      uint32_t const n = std::min(16u, row - b);
-      int64_t const from = first + b;
-      // The part [low, high) of the piece that exists.
-      int64_t const low = std::clamp<int64_t>(-from, 0, n), high = std::clamp<int64_t>(end - from, low, n);
-      f(offset + b, map.address + base + from, n, inside ? uint32_t(low) : 0, inside ? uint32_t(high) : 0);
-    }
+    for_row(map, at[0], base, inside, offset, f);
     offset += row;
     int d = 1;
     for (; d < map.rank; ++d) {
@@ -134,7 +174,7 @@ void for_box(TensorMap const& map, int32_t const* at, F f) {
   }
 }
 
-TensorMap const* tensor_map(Warp& w, Inst const& i, int lane, uint64_t at, int rank) {
+TensorMap const* tensor_map(Warp& w, Inst const& i, int lane, uint64_t at, int rank, bool im2col) {
   auto const* const map = reinterpret_cast<TensorMap const*>(at);
   if (!check_global(w, i, lane, at, 128, "reads a tensor map at")) return nullptr;
   if (at % 64 != 0)
@@ -146,16 +186,26 @@ TensorMap const* tensor_map(Warp& w, Inst const& i, int lane, uint64_t at, int r
                               : "its tensor map has " + std::to_string(map->rank) + " dimensions");
     return nullptr;
   }
+  if (map->im2col != im2col) {
+    w.cta->launch->report(w, i, lane, "memory", "its tensor map is of the other mode, tiled or im2col");
+    return nullptr;
+  }
   return map;
 }
 uint32_t box_bytes(TensorMap const& map) {
   uint32_t n = map.element_bytes;
-  for (int d = 0; d < map.rank; ++d) n *= map.box[d];
+  for (int d = 0; d < (map.im2col ? 2 : map.rank); ++d) n *= map.box[d];
   return n;
 }
-bool check_box(Warp& w, Inst const& i, int lane, TensorMap const& map, int32_t const* at) {
+bool check_box(Warp& w, Inst const& i, int lane, TensorMap const& map, BoxPlace const& place) {
   bool good = true;
-  for_box(map, at, [&](uint32_t, uint64_t from, uint32_t, uint32_t low, uint32_t high) {
+  for (int d = 1; map.im2col && d + 1 < map.rank; ++d) {
+    if (place.at[d] < map.lower[d - 1] || place.at[d] >= int64_t(map.size[d]) + map.upper[d - 1]) {
+      w.cta->launch->report(w, i, lane, "memory", "its first pixel is outside of the map's box");
+      return false;
+    }
+  }
+  for_box(map, place, [&](uint32_t, uint64_t from, uint32_t, uint32_t low, uint32_t high) {
     if (good && high > low) good = check_global(w, i, lane, from + low, high - low, "TMA accesses");
   });
   return good;
@@ -169,18 +219,19 @@ void deliver(Cluster& c, std::function<void()> arrive) {
     arrive();
 }
 
-// aux: dimensions; aux2: operand of the multicast mask, 0 for none
+// aux: dimensions; aux2: operand of the multicast mask, 0 for none; vec: how many offsets im2col has
 void tma_load(Warp& w, Inst const& i, uint32_t lanes) {
   Cluster& c = *w.cta->cluster;
   for_lanes(lanes, [&](int l) {
     uint32_t const to = uint32_t(address(w, i.op(0), l)), bar = uint32_t(address(w, i.op(2), l));
-    TensorMap const* const map = tensor_map(w, i, l, address(w, i.op(1), l), i.aux);
+    TensorMap const* const map = tensor_map(w, i, l, address(w, i.op(1), l), i.aux, i.vec > 0);
     if (map == nullptr) return;
-    int32_t at[5] = {};
-    for (int d = 0; d < i.aux; ++d) at[d] = int32_t(w.value(i.ops[i.begin[1] + 1 + d], l));
-    if (!check_box(w, i, l, *map, at)) return;
+    BoxPlace place;
+    for (int d = 0; d < i.vec; ++d) place.offsets[d] = uint16_t(w.value(i.ops[i.begin[3] + d], l));
+    for (int d = 0; d < i.aux; ++d) place.at[d] = int32_t(w.value(i.ops[i.begin[1] + 1 + d], l));
+    if (!check_box(w, i, l, *map, place)) return;
     if (Options::get().check_global_races) {
-      for_box(*map, at, [&](uint32_t, uint64_t from, uint32_t, uint32_t low, uint32_t high) {
+      for_box(*map, place, [&](uint32_t, uint64_t from, uint32_t, uint32_t low, uint32_t high) {
         if (high > low) global_access(w, i, l, from + low, high - low, Access::Read);
       });
     }
@@ -208,11 +259,9 @@ void tma_load(Warp& w, Inst const& i, uint32_t lanes) {
       Cta* const bar_owner = i.aux2 ? t : shared_owner(w, bar);
       if (bar_owner == nullptr) continue;
       check_initialized(w, *bar_owner, i, l, bar_offset, &issued);
-      deliver(c, [t, bar_owner, map = *map, at0 = at[0], at1 = at[1], at2 = at[2], at3 = at[3], at4 = at[4], offset,
-                  size, bar_offset, issued] {
-        int32_t const at[5] = {at0, at1, at2, at3, at4};
+      deliver(c, [t, bar_owner, map = *map, place, offset, size, bar_offset, issued] {
         uint8_t* const shared = t->shared.data();
-        for_box(map, at, [&](uint32_t in_box, uint64_t from, uint32_t n, uint32_t low, uint32_t high) {
+        for_box(map, place, [&](uint32_t in_box, uint64_t from, uint32_t n, uint32_t low, uint32_t high) {
           uint8_t* const p = shared + swizzle_address(map.swizzle, offset + in_box);
           if (low > 0 || high < n) std::memset(p, 0, n);
           if (high > low) std::memcpy(p + low, reinterpret_cast<void const*>(from + low), high - low);
@@ -227,11 +276,11 @@ void tma_load(Warp& w, Inst const& i, uint32_t lanes) {
 // Asynchronous reads of shared memory are of the bulk groups.
 void tma_store(Warp& w, Inst const& i, uint32_t lanes) {
   for_lanes(lanes, [&](int l) {
-    TensorMap const* const map = tensor_map(w, i, l, address(w, i.op(0), l), i.aux);
+    TensorMap const* const map = tensor_map(w, i, l, address(w, i.op(0), l), i.aux, false);
     if (map == nullptr) return;
-    int32_t at[5] = {};
-    for (int d = 0; d < i.aux; ++d) at[d] = int32_t(w.value(i.ops[1 + d], l));
-    if (!check_box(w, i, l, *map, at)) return;
+    BoxPlace place;
+    for (int d = 0; d < i.aux; ++d) place.at[d] = int32_t(w.value(i.ops[1 + d], l));
+    if (!check_box(w, i, l, *map, place)) return;
     uint32_t const from = uint32_t(address(w, i.op(1), l)), size = box_bytes(*map), offset = from & 0xffffff;
     Cta* const t = w.cta;
     if (offset < kSharedBase || offset + size > t->shared_end || offset % 128 != 0) {
@@ -241,7 +290,7 @@ void tma_store(Warp& w, Inst const& i, uint32_t lanes) {
     }
     if (!w.defined.empty()) {
       bool good = true;
-      for_box(*map, at, [&](uint32_t in_box, uint64_t, uint32_t, uint32_t low, uint32_t high) {
+      for_box(*map, place, [&](uint32_t in_box, uint64_t, uint32_t, uint32_t low, uint32_t high) {
         good &= high <= low || all_defined(&t->state[swizzle_address(map->swizzle, offset + in_box) + low], high - low);
       });
       if (!good) w.cta->launch->report_undefined(w, i, l, "what it stores", 0);
@@ -250,15 +299,14 @@ void tma_store(Warp& w, Inst const& i, uint32_t lanes) {
     if (!issued.empty()) race_access(w, *t, i, l, offset, size, false, &issued);
     proxy_access(w, *t, i, l, offset, size, false, issued);
     if (Options::get().check_global_races) {
-      for_box(*map, at, [&](uint32_t in_box, uint64_t to, uint32_t, uint32_t low, uint32_t high) {
+      for_box(*map, place, [&](uint32_t in_box, uint64_t to, uint32_t, uint32_t low, uint32_t high) {
         if (high > low)
           global_access(w, i, l, to + low, high - low, Access::Write,
                         t->shared.data() + swizzle_address(map->swizzle, offset + in_box) + low);
       });
     }
-    auto run = [t, map = *map, at0 = at[0], at1 = at[1], at2 = at[2], at3 = at[3], at4 = at[4], offset] {
-      int32_t const at[5] = {at0, at1, at2, at3, at4};
-      for_box(map, at, [&](uint32_t in_box, uint64_t to, uint32_t, uint32_t low, uint32_t high) {
+    auto run = [t, map = *map, place, offset] {
+      for_box(map, place, [&](uint32_t in_box, uint64_t to, uint32_t, uint32_t low, uint32_t high) {
         if (high > low)
           std::memcpy(reinterpret_cast<void*>(to + low),
                       t->shared.data() + swizzle_address(map.swizzle, offset + in_box) + low, high - low);
@@ -396,11 +444,12 @@ bool decode_copy(Pending& p) {
       i.cls = Class::Other;
       i.exec = nothing;
     } else if (p.part(3) == "tensor") {
-      if (p.has("im2col") || p.has("tile::gather4") || p.has("tile::scatter4"))
-        throw Error("this mode is not implemented");
       i.aux = p.part(4)[0] - '0';
-      bool const to_shared = p.part(5).substr(0, 6) == "shared";
-      i.aux2 = p.has("multicast::cluster") ? 3 : 0;
+      bool const to_shared = p.part(5).substr(0, 6) == "shared", im2col = p.has("im2col");
+      if ((im2col && !to_shared) || p.has("im2col_no_offs") || p.has("tile::gather4") || p.has("tile::scatter4"))
+        throw Error("this mode is not implemented");
+      i.vec = im2col ? i.aux - 2 : 0;
+      i.aux2 = p.has("multicast::cluster") ? 3 + im2col : 0;
       i.exec = to_shared ? tma_load : tma_store;
     } else {
       bool const to_shared = p.part(3).substr(0, 6) == "shared", from_global = p.part(4) == "global";

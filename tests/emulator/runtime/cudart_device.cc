@@ -12,49 +12,84 @@ using namespace emu;
 
 namespace {
 
-CUresult encode_tiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* address,
-                      cuuint64_t const* size, cuuint64_t const* stride, cuuint32_t const* box,
-                      cuuint32_t const* element_stride, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
-                      CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+CUresult bad_map(char const* what) {
+  say(std::string("cuTensorMapEncode: ") + what);
+  return CUDA_ERROR_INVALID_VALUE;
+}
+
+// What maps of both modes have, for boxes that begin with `row` elements.
+CUresult encode(CUtensorMap* out, TensorMap& map, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                cuuint64_t const* size, cuuint64_t const* stride, cuuint32_t row, CUtensorMapInterleave interleave,
+                CUtensorMapSwizzle swizzle, CUtensorMapFloatOOBfill fill) {
   static int const bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};  // in the order of CUtensorMapDataType
-  auto const bad = [](char const* what) {
-    say(std::string("cuTensorMapEncodeTiled: ") + what);
-    return CUDA_ERROR_INVALID_VALUE;
-  };
-  if (rank < 1 || rank > 5) return bad("the rank must be 1 to 5");
-  if (unsigned(type) >= sizeof(bytes) / sizeof(*bytes)) return bad("this type is not implemented");
-  if (reinterpret_cast<uintptr_t>(address) % 16) return bad("the address must be a multiple of 16");
-  if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE) return bad("interleaving is not implemented");
-  TensorMap map{};
+  if (unsigned(type) >= sizeof(bytes) / sizeof(*bytes)) return bad_map("this type is not implemented");
+  if (reinterpret_cast<uintptr_t>(address) % 16) return bad_map("the address must be a multiple of 16");
+  if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE) return bad_map("interleaving is not implemented");
   map.magic = TensorMap::kMagic;
   map.rank = rank, map.element_bytes = bytes[type], map.type = type, map.interleave = interleave, map.fill_nan = fill;
   map.swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_NONE  ? 0
                 : swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 1
                 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 2
                                                        : 3;
-  if (unsigned(swizzle) > 3) return bad("this swizzle is not implemented");
+  if (unsigned(swizzle) > 3) return bad_map("this swizzle is not implemented");
   map.address = reinterpret_cast<uint64_t>(address);
   for (cuuint32_t d = 0; d < rank; ++d) {
-    if (size[d] == 0 || size[d] > (1ull << 32)) return bad("a size must be 1 to 2^32");
-    if (box[d] == 0 || box[d] > 256) return bad("a box's side must be 1 to 256");
-    if (element_stride[d] != 1) return bad("element strides are not implemented");
-    map.size[d] = size[d] == (1ull << 32) ? 0xffffffffu : uint32_t(size[d]), map.box[d] = box[d],
-    map.element_stride[d] = 1;
+    if (size[d] == 0 || size[d] > (1ull << 32)) return bad_map("a size must be 1 to 2^32");
+    map.size[d] = size[d] == (1ull << 32) ? 0xffffffffu : uint32_t(size[d]);
     if (d + 1 < rank) {
-      if (stride[d] % 16 || stride[d] >= (1ull << 40)) return bad("a stride must be a multiple of 16 below 2^40");
+      if (stride[d] % 16 || stride[d] >= (1ull << 40)) return bad_map("a stride must be a multiple of 16 below 2^40");
       map.stride[d] = stride[d];
     }
   }
-  uint32_t const row = box[0] * map.element_bytes;
-  if (row % 16) return bad("a row of the box must be a multiple of 16 bytes");
-  if (map.swizzle && row > (16u << map.swizzle)) return bad("a row of the box must fit the swizzle");
+  row *= map.element_bytes;
+  if (row % 16) return bad_map("a row of the box must be a multiple of 16 bytes");
+  if (map.swizzle && row > (16u << map.swizzle)) return bad_map("a row of the box must fit the swizzle");
   std::memset(out, 0, sizeof(*out));
   std::memcpy(out, &map, sizeof(map));
   return CUDA_SUCCESS;
 }
 
+CUresult encode_tiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                      cuuint64_t const* size, cuuint64_t const* stride, cuuint32_t const* box,
+                      cuuint32_t const* element_stride, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                      CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+  if (rank < 1 || rank > 5) return bad_map("the rank must be 1 to 5");
+  TensorMap map{};
+  for (cuuint32_t d = 0; d < rank; ++d) {
+    if (box[d] == 0 || box[d] > 256) return bad_map("a box's side must be 1 to 256");
+    if (element_stride[d] != 1) return bad_map("element strides are not implemented");
+    map.box[d] = box[d], map.element_stride[d] = 1;
+  }
+  return encode(out, map, type, rank, address, size, stride, box[0], interleave, swizzle, fill);
+}
+
+CUresult encode_im2col(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                       cuuint64_t const* size, cuuint64_t const* stride, int const* lower, int const* upper,
+                       cuuint32_t channels, cuuint32_t pixels, cuuint32_t const* element_stride,
+                       CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                       CUtensorMapFloatOOBfill fill) {
+  if (rank < 3 || rank > 5) return bad_map("the rank must be 3 to 5");
+  if (channels == 0 || channels > 256) return bad_map("the channels of a pixel must be 1 to 256");
+  if (pixels == 0 || pixels > 1024) return bad_map("the pixels of a column must be 1 to 1024");
+  int const end = rank == 3 ? 1 << 15 : rank == 4 ? 1 << 7 : 1 << 4;
+  TensorMap map{};
+  map.im2col = true, map.box[0] = channels, map.box[1] = pixels;
+  for (cuuint32_t d = 0; d + 2 < rank; ++d) {
+    for (int const corner : {lower[d], upper[d]})
+      if (corner < -end || corner >= end) return bad_map("a corner of the box is too far away");
+    if (lower[d] >= int64_t(size[d + 1]) + upper[d]) return bad_map("the box of pixels is empty");
+    map.lower[d] = lower[d], map.upper[d] = upper[d];
+  }
+  for (cuuint32_t d = 1; d < rank; ++d) {
+    if (element_stride[d] == 0 || element_stride[d] > 8) return bad_map("a stride of elements must be 1 to 8");
+    map.element_stride[d] = element_stride[d];
+  }
+  return encode(out, map, type, rank, address, size, stride, channels, interleave, swizzle, fill);
+}
+
 void* driver_entry(std::string const& name) {
   if (name == "cuTensorMapEncodeTiled") return reinterpret_cast<void*>(&encode_tiled);
+  if (name == "cuTensorMapEncodeIm2col") return reinterpret_cast<void*>(&encode_im2col);
   return nullptr;
 }
 

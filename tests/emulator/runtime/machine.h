@@ -370,8 +370,10 @@ struct TensorMap {
   uint64_t address;
   uint64_t stride[4];  // bytes, of dimensions 1 on
   uint32_t size[5];
-  uint16_t box[5];
+  uint16_t box[5];  // im2col: channels, pixels
   uint8_t element_stride[5];
+  bool im2col;
+  int16_t lower[3], upper[3];  // corners of where im2col walks, from the first and from the last of each spatial axis
 };
 static_assert(sizeof(TensorMap) <= 128);
 
