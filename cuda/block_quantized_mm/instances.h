@@ -9,16 +9,21 @@ namespace jax_qmm::block_quantized {
 
 struct Instance {
   DType in;
-  bool zero_points;  // whether it has terms for them
-  bool half_stages;  // for blocks of 32 columns alone; else for longer ones
+  bool zero_points;       // whether it has terms for them
+  int shortest, longest;  // blocks that it serves
   int tile_m, tile_n, stages, threads, blocks_per_sm;
   int shared_bytes;
-  cudaError_t (*prepare)(bool& fits);
-  cudaError_t (*launch)(BlockQuantizedMm const&, Submit const&);
+  bool wgmma = false;     // of Hopper alone, for rows that TMA can load
+  bool overlaps = false;  // a warp scales the sums of a block while the tensor cores multiply its next one
+  int share = 1;          // blocks of a cluster that load a for each other
+  cudaError_t (*prepare)(bool& fits) = nullptr;
+  cudaError_t (*launch)(BlockQuantizedMm const&, Submit const&) = nullptr;
 };
 
 // In a source for each.
 template <DType In, bool kZeroPoints>
 void add_instances(std::vector<Instance>& to);
+template <DType In, bool kZeroPoints>
+void add_wgmma_instances(std::vector<Instance>& to);
 
 }  // namespace jax_qmm::block_quantized

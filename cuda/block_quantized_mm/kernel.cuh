@@ -191,8 +191,12 @@ cudaError_t launch(BlockQuantizedMm const& problem, Submit const& submit) {
 
 template <class C>
 Instance instance() {
-  return {C::kIn,      C::kZeroPoints,  C::kHalfStages,  C::kTileM,  C::kTileN, C::kStages,
-          C::kThreads, C::kBlocksPerSm, C::kSharedBytes, prepare<C>, launch<C>};
+  Instance i{C::kIn, C::kZeroPoints};
+  i.shortest = C::kHalfStages ? 32 : 64, i.longest = C::kHalfStages ? 32 : BlockQuantizedMm::kLongest;
+  i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.stages = C::kStages, i.threads = C::kThreads;
+  i.blocks_per_sm = C::kBlocksPerSm, i.shared_bytes = C::kSharedBytes;
+  i.prepare = prepare<C>, i.launch = launch<C>;
+  return i;
 }
 
 template <DType In, bool kZeroPoints>

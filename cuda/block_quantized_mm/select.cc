@@ -16,6 +16,11 @@ std::vector<Instance> const& instances() {
     add_instances<DType::kS8, false>(found);
     add_instances<DType::kS8, true>(found);
     add_instances<DType::kF8E4M3, false>(found);
+#ifdef JAX_QMM_SM90
+    add_wgmma_instances<DType::kS8, false>(found);
+    add_wgmma_instances<DType::kS8, true>(found);
+    add_wgmma_instances<DType::kF8E4M3, false>(found);
+#endif
     return found;
   }();
   return all;
@@ -26,10 +31,15 @@ std::string& wanted() {
   return words;
 }
 
-bool fits(Instance const& i, Gpu const& gpu) { return i.shared_bytes <= gpu.shared_memory; }
+bool fits(Instance const& i, Gpu const& gpu) {
+  return i.shared_bytes <= gpu.shared_memory && (!i.wgmma || gpu.arch == 90);
+}
 
 bool serves(Instance const& i, BlockQuantizedMm const& p) {
-  return i.in == p.in && i.zero_points == p.has_zero_points() && i.half_stages == (p.block == p.kShortest);
+  // Rows that TMA can load.
+  uintptr_t const addresses = reinterpret_cast<uintptr_t>(p.a) | reinterpret_cast<uintptr_t>(p.b);
+  if (i.wgmma && (p.k == 0 || p.k % 16 != 0 || addresses % 16 != 0)) return false;
+  return i.in == p.in && i.zero_points == p.has_zero_points() && i.shortest <= p.block && p.block <= i.longest;
 }
 
 // Seconds, as predicted from the description of the GPU; not measured.
@@ -79,8 +89,10 @@ void restrict_block_quantized_mm(std::string words) { wanted() = std::move(words
 std::string describe_block_quantized_mm(int instance) {
   Instance const& i = instances().at(instance);
   std::string const tile = std::to_string(i.tile_m) + "x" + std::to_string(i.tile_n);
-  return "sm80 multistage " + tile + "x64 " + dtype_name(i.in) +
-         (i.half_stages ? " scaled each 32" : " scaled by block") + (i.zero_points ? " zero points" : "");
+  std::string const cluster = i.share > 1 ? " cluster " + std::to_string(i.share) : "";
+  return (i.wgmma ? "sm90 wgmma " + tile + "x128" + cluster : "sm80 multistage " + tile + "x64") + " " +
+         dtype_name(i.in) + (i.longest == 32 ? " scaled each 32" : " scaled by block") +
+         (i.overlaps ? " overlapped" : "") + (i.zero_points ? " zero points" : "");
 }
 
 cudaError_t prepare_block_quantized_mm() {

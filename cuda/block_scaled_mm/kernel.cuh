@@ -4,25 +4,15 @@
 // and then K, whose parts are added in a fixed order.
 #pragma once
 
-#include <utility>
-
 #include "block_scaled_mm/instances.h"
 #include "block_scaled_mm/sources.cuh"
 #include "block_scaled_mm/windows.cuh"
 #include "core/launch.cuh"
 #include "core/mma.cuh"
 #include "core/prepare.h"
+#include "core/unroll.cuh"
 
 namespace jax_qmm::block_scaled {
-
-template <int... i, class F>
-__device__ void unroll(F f, std::integer_sequence<int, i...>) {
-  (f(std::integral_constant<int, i>()), ...);
-}
-template <int kCount, class F>
-__device__ void unroll(F f) {
-  unroll(f, std::make_integer_sequence<int, kCount>());
-}
 
 __device__ inline void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1, __half) {
   mma_f16(c, a[0], a[1], a[2], a[3], b0, b1);

@@ -31,6 +31,7 @@ CHOICES = "tests/ops/test_scaled_mm_choices_gpu.py::test_every_choice_gives_the_
 SUMS = "tests/ops/test_quantize_gpu.py::test_sums_of_what_shares_a_scale[float32-8200]"
 ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
 BLOCKS = "tests/ops/test_block_scaled_mm_gpu.py::{}"
+BOTH_SIDES = "tests/ops/test_block_quantized_mm_gpu.py::{}"
 CONVS = "tests/ops/test_conv_gpu.py::{}"
 TESTS = {
     "block scaled": [
@@ -40,6 +41,11 @@ TESTS = {
     "weights by wgmma": [
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[1-129-520-256-int8-bfloat16-4]"),
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-40-1416-320-none-bfloat16-4]"),
+    ],
+    "blocks by wgmma": [
+        BOTH_SIDES.format("test_wgmma[195-260-1168-64-128x128x128 cluster 2]"),
+        BOTH_SIDES.format("test_wgmma[35-9-1424-128-16x64x128]"),
+        BOTH_SIDES.format("test_wgmma_of_batches_bias_and_activation[192x128x128]"),
     ],
     "quantize": [*(ROWS.format(cols) for cols in (100, 1000, 4096, 8200)), SUMS],
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
@@ -75,6 +81,7 @@ QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh
 DEPTHWISE = "conv/depthwise.cu"
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 ADD_PARTS, WEIGHTS = "scaled_mm/split_k_sm80.cu", "block_scaled_mm/wgmma_sm90.cu"
+WGMMA_OF_BLOCKS = "block_quantized_mm/wgmma_sm90.cuh"
 BLOCK_SCALED, BLOCK_SOURCES, DEQUANTIZE = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "sources", "dequantize")
 )
@@ -229,6 +236,54 @@ MUTANTS = [
     Mutant("depthwise: weights beyond the last tap", DEPTHWISE, "tap < p.taps && first", "first"),
     Mutant("depthwise: no barrier before what is shared is read", DEPTHWISE, "  __syncthreads();\n"),
     Mutant("depthwise: 16 channels everywhere", "conv/select.cc", "uintptr_t(p.n)) %", "0) %"),
+    Mutant(
+        "blocks by wgmma: no wait for loads",
+        WGMMA_OF_BLOCKS,
+        "      if (half == 0) Full::wait(&shared.full[stage.at], stage.turn & 1);\n",
+    ),
+    Mutant("blocks by wgmma: no wait for products", WGMMA_OF_BLOCKS, "      warpgroup_wait<1>();\n"),
+    Mutant(
+        "blocks by wgmma: a stage released while it is multiplied",
+        WGMMA_OF_BLOCKS,
+        "      release(before);",
+        "      release(multiplied);",
+    ),
+    Mutant(
+        "blocks by wgmma: stages of the last turn are released",
+        WGMMA_OF_BLOCKS,
+        "released + kStages < steps && lane",
+        "lane",
+    ),
+    Mutant(
+        "blocks by wgmma: terms are not waited for",
+        WGMMA_OF_BLOCKS,
+        "      if (of_slot == 0) Empty::wait(&shared.terms_full[slot.at], slot.turn & 1);\n",
+    ),
+    Mutant(
+        "blocks by wgmma: terms replace others that are needed",
+        WGMMA_OF_BLOCKS,
+        "        if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);\n",
+    ),
+    Mutant("blocks by wgmma: terms behind the last block", WGMMA_OF_BLOCKS, "    if (there > 3) four.w", "    four.w"),
+    Mutant(
+        "blocks by wgmma: four terms at once everywhere", WGMMA_OF_BLOCKS, "p.groups % 4 == 0 && in_fours", "in_fours"
+    ),
+    Mutant(
+        "blocks by wgmma: terms of rows beyond N", WGMMA_OF_BLOCKS, "min(first_n_ + line, p_.n - 1)", "first_n_ + line"
+    ),
+    Mutant(
+        "blocks by wgmma: too few bytes are expected",
+        WGMMA_OF_BLOCKS,
+        "kRows * kStep + share * p.box_rows * kStep",
+        "kRows * kStep",
+    ),
+    Mutant("blocks by wgmma: whole stores everywhere", WGMMA_OF_BLOCKS, "% 16 == 0 && at_16_bytes(p.out)", "% 1 == 0"),
+    Mutant(
+        "blocks by wgmma: a block of 64 in the wrong half",
+        WGMMA_OF_BLOCKS,
+        "kEndsWithinStage ? 2 * half",
+        "kEndsWithinStage ? 0",
+    ),
     Mutant("weights by wgmma: no wait for loads", WEIGHTS, "    Full::wait(&shared.full[stage], phase);\n"),
     Mutant(
         "weights by wgmma: a stage released while it is multiplied",

@@ -19,7 +19,9 @@ from jax_qmm import QArray, _extension
 pytestmark = pytest.mark.gpu
 
 F32, BF16, F16, F8 = np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
-TILES = ("16x64", "64x64", "128x128")
+TILES = ("multistage 16x64x", "multistage 64x64x", "multistage 128x128x")
+WITH_ZERO_POINTS = ("16x64x128", "32x64x128", "64x64x128", "128x128x128", "128x128x128 cluster 2")
+WGMMA = (*WITH_ZERO_POINTS, "192x128x128", "192x128x128 cluster 2")
 
 
 def qarray(rows, k, block, zero_point=None, dtype=np.int8, seed=0):
@@ -36,17 +38,22 @@ def qarray(rows, k, block, zero_point=None, dtype=np.int8, seed=0):
 
 
 @pytest.fixture(params=TILES)
-def tile(request, extension):
+def tile(request, only):
     """Has every product take a kernel of this tile."""
-    extension.restrict_block_quantized_mm(f" {request.param}x")
-    yield request.param
+    return only(request.param)
+
+
+@pytest.fixture
+def only(extension):
+    """Has every product take a kernel whose words have what this is called with."""
+    yield lambda words: extension.restrict_block_quantized_mm(words) or words
     extension.restrict_block_quantized_mm("")
 
 
-def check(on_reference, tile, x, w, bias=None, **options):
+def check(on_reference, words, x, w, bias=None, **options):
     f = functools.partial(jax_qmm.block_scaled_mm, **options)
     (row,) = jax_qmm.explain(f, x, w, bias).rows
-    assert "multistage" in row.runs_on and (tile is None or f" {tile}x" in row.runs_on), row.runs_on
+    assert words in row.runs_on, row.runs_on
     got, want = jax.jit(f)(x, w, bias), on_reference(f, x, w, bias)
     np.testing.assert_array_equal(jax.device_get(got), jax.device_get(want))
 
@@ -57,6 +64,49 @@ def test_blocks_and_zero_points(on_reference, tile, block, zero_a, zero_b):
     """Of the last blocks only a part is there, in the middle of a stage or of its first half."""
     for k in (block * 2 + 16, 304):
         check(on_reference, tile, qarray((19,), k, block, zero_a), qarray((70,), k, block, zero_b, seed=1))
+
+
+# On Hopper: K is a multiple of 16 and ends within a stage. There are four blocks whose terms are loaded at once, and
+# others; and more stages than there is room for.
+
+
+@pytest.mark.parametrize("wgmma", WGMMA)
+@pytest.mark.parametrize(
+    "m, n, k, block",
+    [(1, 8, 128, 128), (19, 70, 304, 64), (70, 65, 640, 256), (195, 260, 1168, 64), (35, 9, 1424, 128)],
+)
+def test_wgmma(on_reference, only, wgmma, m, n, k, block):
+    check(on_reference, only(f"wgmma {wgmma} int8"), qarray((m,), k, block), qarray((n,), k, block, seed=1))
+
+
+@pytest.mark.parametrize("wgmma", WITH_ZERO_POINTS)
+@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("zero_a, zero_b", [("int", None), (None, "int"), ("int", F32)])
+def test_wgmma_of_zero_points(on_reference, only, wgmma, block, zero_a, zero_b):
+    for k in (4 * block - 16, 304):
+        check(
+            on_reference,
+            only(f"wgmma {wgmma} int8"),
+            qarray((19,), k, block, zero_a),
+            qarray((70,), k, block, zero_b, seed=1),
+        )
+
+
+@pytest.mark.parametrize("wgmma", WGMMA)
+def test_wgmma_of_batches_bias_and_activation(on_reference, only, wgmma):
+    bias = jnp.linspace(-1, 1, 40)
+    for x, w, out_dtype in (((3, 5), (40,), BF16), ((5,), (3, 40), F32), ((3, 5), (3, 40), F16)):
+        x, w = qarray(x, 272, 128), qarray(w, 272, 128, seed=1)
+        product = functools.partial(jax_qmm.block_scaled_mm, bias=bias, activation="relu", out_dtype=out_dtype)
+        f = jax.vmap(lambda x, w, product=product: product(x, w), [0 if len(q.shape) == 3 else None for q in (x, w)])
+        only(f"wgmma {wgmma} int8")
+        np.testing.assert_array_equal(jax.device_get(jax.jit(f)(x, w)), jax.device_get(on_reference(f, x, w)))
+
+
+@pytest.mark.parametrize("wgmma", WGMMA)
+@pytest.mark.parametrize("block", [64, 128, 256])
+def test_wgmma_of_float8(only, wgmma, block):
+    check_float8(only(f"wgmma {wgmma} float8"), 19, 70, 784, block)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +158,13 @@ def test_specials_stay_in_their_row(on_reference, tile, special):
 @pytest.mark.parametrize("block", [32, 128])
 @pytest.mark.parametrize("m, n, k", [(19, 70, 304), (5, 9, 100)])
 def test_float8(tile, m, n, k, block):
+    check_float8(tile, m, n, k, block)
+
+
+def check_float8(words, m, n, k, block):
     x, w = qarray((m,), k, block, dtype=F8), qarray((n,), k, block, dtype=F8, seed=1)
     (row,) = jax_qmm.explain(jax_qmm.block_scaled_mm, x, w).rows
-    assert "multistage" in row.runs_on
+    assert words in row.runs_on
     dense = [np.asarray(q.dequantize(), np.float64) for q in (x, w)]
     error = np.abs(np.asarray(jax.jit(jax_qmm.block_scaled_mm)(x, w)) - dense[0] @ dense[1].T)
     assert (error <= 2.0**-10 * (np.abs(dense[0]) @ np.abs(dense[1]).T)).all()

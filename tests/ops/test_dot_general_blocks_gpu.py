@@ -36,7 +36,7 @@ def test_is_the_reference(on_reference, scheme, equation, x_shape, w_shape, cont
     w = scheme.quantize_weight(jnp.asarray(rng.normal(0.2, 1, w_shape), jnp.float32), contracted)
     f = lambda x, w: jax_qmm.einsum(equation, x, w, scheme=scheme, preferred_element_type=jnp.bfloat16)
     quantizer, op = jax_qmm.explain(f, x, w).rows
-    assert op.op.startswith("block_scaled_mm") and "multistage" in op.runs_on, op.runs_on
+    assert op.op.startswith("block_scaled_mm") and "scaled by block" in op.runs_on, op.runs_on
     got = jax.jit(f)(*jax.device_put((x, w), jax.devices(_extension.platform())[0]))
     got, want = (np.asarray(y, np.float64) for y in (got, on_reference(f, x, w)))
     if scheme.dtype == jnp.int8:

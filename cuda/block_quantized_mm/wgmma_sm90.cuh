@@ -1,0 +1,534 @@
+// Products by Hopper's warpgroup-level tensor cores: y^T = b a^T, so that few rows of a waste nothing. The sums of a
+// block of columns are scaled and added to float32 ones while the tensor cores multiply what comes after: for the other
+// warpgroup, or for this one in a second set of registers.
+//
+//   warps                          role
+//   0 ... kMathWarps-1             warpgroups of 64 rows of b each: multiply, scale, and write the results
+//   kMathWarps                     loads a and b by TMA
+//   kMathWarps + 1, + 2, + 3       bring the terms of blocks, four blocks at a time, to shared memory
+//
+//   mbarrier            arrivals of a phase                     who waits
+//   full[stage]         1 and the bytes of what TMA brings      math warps
+//   empty[stage]        kMathWarps of each block that shares a  the load warp, from the second turn on
+//   terms_full[slot]    the three warps                         math warps
+//   terms_empty[slot]   kMathWarps                              the three warps, from the second turn on
+//
+// The blocks of a cluster share a, of which each loads some rows for all of them. Stages of the last turn are not
+// released, as blocks that are done may have exited.
+#pragma once
+
+#include <algorithm>
+
+#include "block_quantized_mm/instances.h"
+#include "core/launch.cuh"
+#include "core/prepare.h"
+#include "core/unroll.cuh"
+#include "cute/arch/cluster_sm90.hpp"
+#include "cute/arch/mma_sm90.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/cuda_host_adapter.hpp"
+#include "scaled_mm/epilogue.cuh"
+
+namespace jax_qmm::block_quantized {
+
+constexpr int kStep = 128;        // columns of a stage, the span of TMA's swizzle
+constexpr int kBlocksOfSlot = 4;  // whose terms come together
+constexpr int kTermsWarps = 3;
+
+// `Block`: its columns. `Round`: blocks that are multiplied between two waits, each into sums of its own, and `Rounds`
+// how many rounds have sums at a time.
+template <DType In, bool ZeroPoints, int Block, int TileM, int Groups, int Round, int Rounds, int BlocksPerSm>
+struct ConfigSm90 {
+  using Element = std::conditional_t<In == DType::kS8, int8_t, cutlass::float_e4m3_t>;
+  using Accumulator = std::conditional_t<In == DType::kS8, int32_t, float>;
+  using Mma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, Accumulator,
+                                 cute::Shape<cute::_64, cute::Int<TileM>, cute::Int<kStep>>>(),
+      cute::Layout<cute::Shape<cute::Int<Groups>, cute::_1, cute::_1>>{}));
+  static constexpr DType kIn = In;
+  static constexpr bool kZeroPoints = ZeroPoints;
+  static constexpr int kBlock = Block, kStagesOfBlock = std::max(1, Block / kStep),
+                       kStagesOfRound = std::max(1, Round* Block / kStep);
+  static constexpr int kTileM = TileM, kRows = 64 * Groups, kRound = Round, kRounds = Rounds;
+  static constexpr int kMathWarps = 4 * Groups, kMathThreads = 32 * kMathWarps, kThreads = kMathThreads + 128;
+  static constexpr int kBlocksPerSm = BlocksPerSm;
+  // Where math warps need more registers than there are for each.
+  static constexpr bool kMovesRegisters = Groups == 2;
+  static constexpr int kVectors = ZeroPoints ? 3 : 1;  // of each row: scale, zero point, sums
+  static constexpr int kLines = kRows + TileM;         // of b and of a
+  static constexpr int kLinesOfLane = (kLines + 32 * kTermsWarps - 1) / (32 * kTermsWarps);
+  static constexpr int kHeld = kLinesOfLane == 1 ? 4 : 1;  // slots whose terms are on their way to registers
+  static constexpr int kSlots = 3;
+  struct Terms {
+    float of_b[kVectors][kRows];
+    float of_a[kVectors][TileM];
+  };
+  static constexpr int kStageBytes = kLines * kStep;
+  static constexpr int kStages =
+      std::min(20, (227 * 1024 / BlocksPerSm - 1536 - int(sizeof(Terms)) * kBlocksOfSlot * kSlots) / kStageBytes);
+  struct Shared {
+    alignas(1024) uint8_t b[kStages][kRows * kStep];
+    alignas(1024) uint8_t a[kStages][TileM * kStep];
+    alignas(16) Terms terms[kSlots][kBlocksOfSlot];
+    uint64_t full[kStages], empty[kStages], terms_full[kSlots], terms_empty[kSlots];
+  };
+  static constexpr int kPitch = kRows + 4;  // of sums on their way out: the stores of fragments hit distinct banks
+  static_assert(kStages >= 2 && TileM * kPitch * 4 <= kStageBytes * kStages);
+  static_assert(Block >= kStep || (Block == kStep / 2 && (Round == 1 || Round % 2 == 0)));
+};
+
+struct ParamsSm90 {
+  void* out;
+  int m, n;
+  unsigned tiles_m, tiles_n;
+  int groups;
+  InBlocks of_a, of_b;
+  bool fours;  // whether the terms of four blocks can be loaded at once
+  bool a_batched, b_batched;
+  bool stores_whole;  // whether rows of the output start at 16 bytes
+  int share;          // blocks of a cluster that share a
+  int box_rows;       // of a, that each of them loads
+  int64_t out_batch_stride;
+  VectorArg<float, false> bias;
+  OutputArg<true> output;
+};
+
+template <int kThreads>
+__device__ void sync_math() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+// A ring's next place, and the parity of its turn.
+template <int kPlaces>
+struct Ring {
+  int at = 0, turn = 0;
+
+  __device__ void advance() {
+    if (++at == kPlaces) at = 0, ++turn;
+  }
+};
+
+// The terms of the slots of this block's tile, by the lanes of the warps that bring them.
+template <class C>
+class SourceOfTerms {
+ public:
+  __device__ SourceOfTerms(ParamsSm90 const& p, int lane, int l, int first_m, int first_n)
+      : p_(p), lane_(lane), l_(l), first_m_(first_m), first_n_(first_n) {}
+
+  struct Held {
+    float4 of[C::kLinesOfLane][C::kVectors];
+  };
+
+  __device__ void load(int slot, Held& held) const {
+    for_each_line([&](int i, int, bool of_b, int index) {
+      InBlocks const& side = of_b ? p_.of_b : p_.of_a;
+      int64_t const from = int64_t(index) * p_.groups + slot * kBlocksOfSlot;
+      int const there = p_.groups - slot * kBlocksOfSlot;
+      held.of[i][0] = load_four(side.scale, from, there);
+      if constexpr (C::kZeroPoints) {
+        held.of[i][1] = load_four(side.zero_point, from, there);
+        held.of[i][2] = load_four(side.sums, from, there);
+      }
+    });
+  }
+
+  __device__ void store(Held const& held, typename C::Terms (&to)[kBlocksOfSlot]) const {
+    for_each_line([&](int i, int line, bool of_b, int) {
+#pragma unroll
+      for (int v = 0; v < C::kVectors; ++v) {
+        float const of_blocks[] = {held.of[i][v].x, held.of[i][v].y, held.of[i][v].z, held.of[i][v].w};
+#pragma unroll
+        for (int g = 0; g < kBlocksOfSlot; ++g) {
+          *(of_b ? &to[g].of_b[v][line] : &to[g].of_a[v][line - C::kRows]) = of_blocks[g];
+        }
+      }
+    });
+  }
+
+ private:
+  template <class F>
+  __device__ void for_each_line(F f) const {
+#pragma unroll
+    for (int i = 0; i < C::kLinesOfLane; ++i) {
+      int const line = lane_ + 32 * kTermsWarps * i;
+      bool const of_b = line < C::kRows;
+      int const index = of_b ? min(first_n_ + line, p_.n - 1) : min(first_m_ + line - C::kRows, p_.m - 1);
+      if (line < C::kLines) f(i, line, of_b, index);
+    }
+  }
+
+  // Behind the last block zeros.
+  __device__ float4 load_four(InBlocks::Vector const& vector, int64_t from, int there) const {
+    float4 four = {};
+    if (vector.data == nullptr) return four;
+    float const* const data = vector.data + l_ * vector.batch_stride + from;
+    if (p_.fours) return *reinterpret_cast<float4 const*>(data);
+    four.x = data[0];
+    if (there > 1) four.y = data[1];
+    if (there > 2) four.z = data[2];
+    if (there > 3) four.w = data[3];
+    return four;
+  }
+
+  ParamsSm90 const& p_;
+  int lane_, l_, first_m_, first_n_;
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
+    wgmma_kernel(ParamsSm90 const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_a,
+                 CUTE_GRID_CONSTANT CUtensorMap const boxes_b) {
+  using namespace cute;
+  using Element = typename C::Element;
+  using Full = cutlass::arch::ClusterTransactionBarrier;
+  using Empty = cutlass::arch::ClusterBarrier;
+  constexpr int kStages = C::kStages, kTileM = C::kTileM, kRows = C::kRows, kMathWarps = C::kMathWarps;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
+
+  // Clusters that have the same rows of b are neighbours.
+  int const share = p.share, rank = blockIdx.x % share, cluster = blockIdx.x / share;
+  int const clusters_n = (p.tiles_n - 1) / share + 1;
+  int const first_m = cluster % p.tiles_m * kTileM, l = cluster / (p.tiles_m * clusters_n);
+  int const first_n = (cluster / p.tiles_m % clusters_n * share + rank) * kRows;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // What is multiplied, of which the last blocks and the end of the last stage may not be there: zeros.
+  int const rounds = (p.groups - 1) / C::kRound + 1, blocks = rounds * C::kRound;
+  int const steps = C::kBlock >= kStep ? blocks * C::kStagesOfBlock : (blocks + 1) / 2;
+
+  if (warp == kMathWarps && elect_one_sync()) {
+    prefetch_tma_descriptor(&boxes_a);
+    prefetch_tma_descriptor(&boxes_b);
+    for (int i = 0; i < min(steps, 2); ++i) {  // to L2, by the time the kernel before this one is done
+      SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_b, i * kStep, first_n, p.b_batched ? l : 0);
+    }
+    for (int s = 0; s < kStages; ++s) {
+      Full::init(&shared.full[s], 1);
+      Empty::init(&shared.empty[s], share * kMathWarps);
+    }
+    for (int s = 0; s < C::kSlots; ++s) {
+      Empty::init(&shared.terms_full[s], kTermsWarps);
+      Empty::init(&shared.terms_empty[s], kMathWarps);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  if (share > 1) {
+    cluster_arrive_relaxed();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  if (warp >= kMathWarps) {
+    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<56>();
+    cudaGridDependencySynchronize();
+    if (warp == kMathWarps) {
+      if (!elect_one_sync()) return;
+      int const first_row = rank * p.box_rows;
+      uint64_t const once = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
+      uint64_t const again = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
+      Ring<kStages> stage;
+      for (int i = 0; i < steps; ++i, stage.advance()) {
+        uint64_t* const full = &shared.full[stage.at];
+        if (stage.turn > 0) Empty::wait(&shared.empty[stage.at], (stage.turn - 1) & 1);
+        Full::arrive_and_expect_tx(full, kRows * kStep + share * p.box_rows * kStep);
+        SM90_TMA_LOAD_3D::copy(&boxes_b, full, once, shared.b[stage.at], i * kStep, first_n, p.b_batched ? l : 0);
+        auto* const to = shared.a[stage.at] + first_row * kStep;
+        int const entry = p.a_batched ? l : 0;
+        if (share > 1) {
+          SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_a, full, uint16_t((1 << share) - 1), again, to, i * kStep,
+                                           first_m + first_row, entry);
+        } else {
+          SM90_TMA_LOAD_3D::copy(&boxes_a, full, again, to, i * kStep, first_m, entry);
+        }
+      }
+      return;
+    }
+    SourceOfTerms<C> const source(p, threadIdx.x - C::kMathThreads - 32, l, first_m, first_n);
+    int const slots = (p.groups - 1) / kBlocksOfSlot + 1;
+    typename SourceOfTerms<C>::Held held[C::kHeld];
+    unroll<C::kHeld>([&](auto i) { source.load(min(int(i), slots - 1), held[i]); });
+    Ring<C::kSlots> slot;
+    for (int begin = 0; begin < slots; begin += C::kHeld) {
+      unroll<C::kHeld>([&](auto ahead) {
+        int const i = begin + ahead;
+        if (i >= slots) return;
+        if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);
+        source.store(held[ahead], shared.terms[slot.at]);
+        __syncwarp();
+        if (elect_one_sync()) Empty::arrive(&shared.terms_full[slot.at]);
+        slot.advance();
+        source.load(min(i + C::kHeld, slots - 1), held[ahead]);
+      });
+    }
+    return;
+  }
+
+  if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<224>();  // 504 for the three warpgroups
+  typename C::Mma mma;
+  auto thread = mma.get_slice(threadIdx.x);
+  constexpr int kCount = kTileM / 2;  // sums of a thread
+  Tensor one = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTileM>>{});
+  static_assert(decltype(size(one))::value == kCount);
+  typename C::Accumulator sums[C::kRounds][C::kRound][kCount];
+  float total[kCount] = {};
+  auto const stages_of = [&](uint8_t* data, auto rows) {
+    return make_tensor(
+        make_smem_ptr(reinterpret_cast<Element*>(data)),
+        tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<decltype(rows), Int<kStep>, Int<kStages>>{}));
+  };
+  Tensor fragments_b = thread.make_fragment_A(thread.partition_A(stages_of(shared.b[0], Int<kRows>())));
+  Tensor fragments_a = thread.make_fragment_B(thread.partition_B(stages_of(shared.a[0], Int<kTileM>())));
+  Ring<kStages> stage, free;  // to multiply next, and to release next
+  Ring<C::kSlots> slot;
+  constexpr bool kEndsWithinStage = C::kRound * C::kBlock < kStep;  // a round: with the first half of a stage
+  int half = 0, multiplied = 0, released = 0, of_slot = 0;
+
+  // What moves no use of the sums across the tensor cores' work.
+  auto const fence = [&](auto set) {
+    Tensor all = make_tensor(make_rmem_ptr(&sums[set][0][0]), Layout<Int<C::kRound * kCount>>{});
+    warpgroup_fence_operand(all);
+  };
+  auto const multiply = [&](auto set) {
+    int at[C::kStagesOfRound];
+#pragma unroll
+    for (int i = 0; i < C::kStagesOfRound; ++i) {
+      if (half == 0) Full::wait(&shared.full[stage.at], stage.turn & 1);
+      at[i] = stage.at;
+      if (!kEndsWithinStage || half == 1) stage.advance(), ++multiplied;
+    }
+    fence(set);
+    warpgroup_arrive();
+#pragma unroll
+    for (int i = 0; i < C::kRound * C::kStagesOfBlock; ++i) {  // a block, or one of its stages
+      Tensor acc = make_tensor(make_rmem_ptr(sums[set][i / C::kStagesOfBlock]), one.layout());
+      if (i % C::kStagesOfBlock == 0) mma.accumulate_ = GMMA::ScaleOut::Zero;
+      int const from = C::kBlock >= kStep ? 0 : kEndsWithinStage ? 2 * half : 2 * (i % 2);
+#pragma unroll
+      for (int k = 0; k < std::min(C::kBlock, kStep) / 32; ++k) {
+        int const of = at[C::kBlock >= kStep ? i : i / 2];
+        gemm(mma, fragments_b(_, _, from + k, of), fragments_a(_, _, from + k, of), acc);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+    }
+    if (kEndsWithinStage) half ^= 1;
+    warpgroup_commit_batch();
+  };
+  // Once the tensor cores are done with the first `until` stages. Only what is loaded into again.
+  auto const release = [&](int until) {
+    for (; released < until; ++released, free.advance()) {
+      if (released + kStages < steps && lane < share) {
+        Empty::arrive(&shared.empty[free.at], share > 1 ? lane : 0, true);
+      }
+    }
+  };
+  int const row = 16 * warp + lane / 4;
+  auto const add_round = [&](auto set) {
+    fence(set);
+#pragma unroll
+    for (int r = 0; r < C::kRound; ++r) {
+      if (of_slot == 0) Empty::wait(&shared.terms_full[slot.at], slot.turn & 1);
+      auto const& terms = shared.terms[slot.at][of_slot];
+      float of_b[C::kVectors][2];
+#pragma unroll
+      for (int v = 0; v < C::kVectors; ++v) of_b[v][0] = terms.of_b[v][row], of_b[v][1] = terms.of_b[v][row + 8];
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+        float2 of_a[C::kVectors];
+#pragma unroll
+        for (int v = 0; v < C::kVectors; ++v) {
+          of_a[v] = *reinterpret_cast<float2 const*>(&terms.of_a[v][8 * j + lane % 4 * 2]);
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          auto const a = [&](int v) { return c % 2 == 0 ? of_a[v].x : of_a[v].y; };
+          auto const b = [&](int v) { return of_b[v][c / 2]; };
+          float t = float(sums[set][r][4 * j + c]);
+          if constexpr (C::kZeroPoints) {
+            t = fmaf(-a(1), b(2), t);
+            t = fmaf(-b(1), a(2), t);
+          }
+          total[4 * j + c] = fmaf(a(0), b(0) * t, total[4 * j + c]);
+        }
+      }
+      if (++of_slot == kBlocksOfSlot) {
+        __syncwarp();
+        if (elect_one_sync()) Empty::arrive(&shared.terms_empty[slot.at]);
+        of_slot = 0, slot.advance();
+      }
+    }
+  };
+  constexpr std::integral_constant<int, 0> kFirst;
+  if constexpr (C::kRounds == 1) {
+#pragma unroll 1
+    for (int i = 0; i < rounds; ++i) {
+      multiply(kFirst);
+      warpgroup_wait<0>();
+      release(multiplied);
+      add_round(kFirst);
+    }
+  } else {
+    // Without branches around products whose sums others take: ptxas would have each wait for those before it.
+    constexpr std::integral_constant<int, 1> kSecond;
+    auto const step = [&](auto now, auto next) {
+      int const before = multiplied;
+      multiply(next);
+      warpgroup_wait<1>();
+      release(before);
+      add_round(now);
+    };
+    auto const last = [&](auto now) {
+      warpgroup_wait<0>();
+      add_round(now);
+    };
+    multiply(kFirst);
+    int left = rounds - 1;
+#pragma unroll 1
+    for (; left >= 2; left -= 2) {
+      step(kFirst, kSecond);
+      step(kSecond, kFirst);
+    }
+    if (left == 1) {
+      step(kFirst, kSecond);
+      last(kSecond);
+    } else {
+      last(kFirst);
+    }
+  }
+
+  // The sums take the place of the stages, in which no more data arrive: results side by side are of one row.
+  sync_math<C::kMathThreads>();
+  auto* const sums_of_tile = reinterpret_cast<float*>(memory);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    sums_of_tile[(i / 4 * 8 + lane % 4 * 2 + i % 2) * C::kPitch + row + i / 2 % 2 * 8] = total[i];
+  }
+  sync_math<C::kMathThreads>();
+  cudaGridDependencySynchronize();  // the bias is next
+  FullOutput const output = p.output.at(l);
+  auto const write = [&](auto bits) {
+    using Bits = decltype(bits);
+    constexpr int kEach = 16 / sizeof(Bits), kAcross = kRows / kEach, kDown = C::kMathThreads / kAcross;
+    int const column = threadIdx.x % kAcross * kEach, n = first_n + column, columns = min(kEach, p.n - n);
+    if (columns <= 0) return;
+    float bias[kEach] = {};
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      if (j < columns) bias[j] = p.bias.load(l, n + j);
+    }
+    for (int m = threadIdx.x / kAcross; m < min(kTileM, p.m - first_m); m += kDown) {
+      float values[kEach];
+#pragma unroll
+      for (int j = 0; j < kEach; j += 4) {
+        float4 const four = *reinterpret_cast<float4 const*>(&sums_of_tile[m * C::kPitch + column + j]);
+        values[j] = four.x, values[j + 1] = four.y, values[j + 2] = four.z, values[j + 3] = four.w;
+      }
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) values[j] += bias[j];
+      auto* const to = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + m) * p.n + n;
+      if (p.stores_whole) {
+        *reinterpret_cast<uint4*>(to) = output.template round<uint4, kEach>(values, values);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) {
+          if (j < columns) to[j] = output.template round_one<Bits>(values[j], values[j]);
+        }
+      }
+    }
+  };
+  if (bytes_of(output.dtype) == 2) {
+    write(BitsOf<2>());
+  } else {
+    write(BitsOf<4>());
+  }
+}
+
+// Has TMA load boxes of so many rows of one stage, and zeros for what is beyond.
+inline cudaError_t make_boxes(void const* data, int k, int rows, int entries, int box_rows, CUtensorMap& boxes) {
+  cuuint64_t const sizes[] = {cuuint64_t(k), cuuint64_t(rows), cuuint64_t(entries)};
+  cuuint64_t const strides[] = {cuuint64_t(k), cuuint64_t(k) * cuuint64_t(rows)};
+  cuuint32_t const box[] = {kStep, cuuint32_t(box_rows), 1}, steps[] = {1, 1, 1};
+  CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
+      &boxes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(data), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// The blocks of a cluster share a.
+template <class C>
+LaunchShape shape_of(dim3 grid, int share) {
+  return {grid, C::kThreads, sizeof(typename C::Shared), dim3(share)};
+}
+
+template <class C, int kShare>
+cudaError_t prepare_wgmma(bool& fits) {
+  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C>({}, kShare), fits);
+}
+
+template <class C, int kShare>
+cudaError_t launch_wgmma(BlockQuantizedMm const& problem, Submit const& submit) {
+  ParamsSm90 p{};
+  p.out = problem.out, p.out_batch_stride = problem.out_batch_stride;
+  p.m = problem.m, p.n = problem.n, p.groups = problem.groups();
+  p.tiles_m = unsigned(ceil_div(p.m, C::kTileM)), p.tiles_n = unsigned(ceil_div(p.n, C::kRows));
+  p.of_a = problem.of_a, p.of_b = problem.of_b;
+  auto const at_16_bytes = [](void const* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+  auto const in_fours = [&](InBlocks const& side) {
+    return at_16_bytes(side.scale.data) && at_16_bytes(side.zero_point.data) && at_16_bytes(side.sums.data);
+  };
+  p.fours = p.groups % 4 == 0 && in_fours(p.of_a) && in_fours(p.of_b);
+  p.a_batched = problem.a_batch_stride != 0, p.b_batched = problem.b_batch_stride != 0;
+  p.stores_whole = int64_t(p.n) * bytes_of(problem.out_dtype) % 16 == 0 && at_16_bytes(p.out);
+  p.share = kShare, p.box_rows = kShare > 1 ? C::kTileM / kShare : std::min(C::kTileM, p.m);
+  auto const epilogue = epilogue_args<true>(problem);
+  p.bias = epilogue.bias, p.output = epilogue.output;
+
+  CUtensorMap boxes_a, boxes_b;
+  int const batch = problem.batch;
+  cudaError_t error = make_boxes(problem.a, problem.k, p.m, p.a_batched ? batch : 1, p.box_rows, boxes_a);
+  if (error == cudaSuccess) {
+    error = make_boxes(problem.b, problem.k, p.n, p.b_batched ? batch : 1, C::kRows, boxes_b);
+  }
+  if (error != cudaSuccess) return error;
+  unsigned const clusters = p.tiles_m * unsigned(ceil_div(p.tiles_n, kShare)) * unsigned(batch);
+  return jax_qmm::launch(submit, shape_of<C>(dim3(kShare * clusters), kShare), wgmma_kernel<C>, p, boxes_a, boxes_b);
+}
+
+template <class C, int kShare>
+Instance instance() {
+  Instance i{};
+  i.in = C::kIn, i.zero_points = C::kZeroPoints;
+  i.shortest = i.longest = C::kBlock;
+  i.tile_m = C::kTileM, i.tile_n = C::kRows, i.stages = C::kStages, i.threads = C::kThreads;
+  i.blocks_per_sm = C::kBlocksPerSm, i.shared_bytes = sizeof(typename C::Shared);
+  i.wgmma = true, i.share = kShare, i.overlaps = C::kRounds > 1;
+  i.prepare = prepare_wgmma<C, kShare>, i.launch = launch_wgmma<C, kShare>;
+  return i;
+}
+
+template <DType In, bool kZeroPoints>
+void add_wgmma_instances(std::vector<Instance>& to) {
+  auto const add = [&](auto block) {
+    constexpr int kBlock = block;
+    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 16, 1, kBlock == 256 ? 2 : 4, 2, 2>, 1>());
+    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 64, 1, 1, 2, 2>, 1>());
+    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 32, 1, kBlock == 128 ? 2 : 1, 2, 2>, 1>());
+    using Even = ConfigSm90<In, kZeroPoints, kBlock, 128, 2, 1, 2, 1>;
+    to.push_back(instance<Even, 1>());
+    to.push_back(instance<Even, 2>());
+    if constexpr (kZeroPoints) return;  // whose terms leave no registers to a larger tile
+    if constexpr (kBlock == 128) to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 128, 2, 1, 1, 1>, 2>());
+    using Wide = ConfigSm90<In, kZeroPoints, kBlock, 192, 2, 1, 1, 1>;
+    to.push_back(instance<Wide, 1>());
+    to.push_back(instance<Wide, 2>());
+  };
+  add(std::integral_constant<int, 64>());
+  add(std::integral_constant<int, 128>());
+  add(std::integral_constant<int, 256>());
+}
+
+}  // namespace jax_qmm::block_quantized
