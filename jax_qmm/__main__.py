@@ -77,12 +77,13 @@ def parser() -> argparse.ArgumentParser:
     add_arguments(bench)
     bench.add_argument(
         "--scheme",
-        choices=["w8a8", "w4a16", "w8a16", "w8a8-block", "fp8-block", "w4a8", *CONVOLUTIONS],
+        choices=["w8a8", "w4a16", "w8a16", "w8a8-block", "fp8-block", "w4a8", "w4a8-fp8", *CONVOLUTIONS],
         default="w8a8",
         help="w8a8 measures products of 8-bit operands, the others those of bfloat16 activations with weights in "
         "blocks of 128, beside XLA's of bfloat16: packed ones (w4a16, w8a16), and with activations that are quantized "
-        "too, in blocks (w8a8-block, fp8-block) or per token (w4a8); conv and conv-w4a16 measure the convolutions of "
-        "ResNet-50, MobileNet-v2 and a diffusion UNet beside XLA's, with --m images (1,8,64) (%(default)s)",
+        "too, in blocks (w8a8-block, fp8-block) or per token (w4a8, w4a8-fp8); conv and conv-w4a16 measure the "
+        "convolutions of ResNet-50, MobileNet-v2 and a diffusion UNet beside XLA's, with --m images (1,8,64) "
+        "(%(default)s)",
     )
     bench.add_argument(
         "--peers",

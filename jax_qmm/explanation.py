@@ -195,7 +195,7 @@ def _describe(eqn, where):
     if str(eqn.params.get("name", "")) == DEQUANTIZED_CONV:
         return "dequantized conv", avals[:2], f"XLA: weights dequantized once, then a convolution of {avals[0].dtype}"
     if str(eqn.params.get("name", "")) == "jax_qmm_expanded":
-        return "expand", avals[:1], "XLA, at each call: kernels read int4 beside int8 where few rows meet it"
+        return "expand", avals[:1], "XLA, at each call: kernels read int4 beside int8 alone, where few rows meet it"
     if eqn.primitive.name in _FLOAT_PRODUCTS and jnp.issubdtype(avals[0].dtype, jnp.floating):
         return eqn.primitive.name, avals[:2], "XLA"
     return None

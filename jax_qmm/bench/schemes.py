@@ -23,11 +23,12 @@ SCHEMES = {
     "w8a8-block": W8A8(tile_size=128),
     "fp8-block": W8A8(FLOAT8, tile_size=128, weight_tile=(128, 128)),
     "w4a8": W4A8(),
+    "w4a8-fp8": W4A8(activation_dtype=FLOAT8),
 }
 LABELS = {"ours": ("jax_qmm in jit", None), "xla_bf16": ("bf16 XLA in jit", "ours")}
 NOTES = """\
 The bytes are those of the weight with its scales, of x and of the result, both bfloat16. What quantizes x, and makes
-int8 of int4 weights, is in the time and not in the bytes. The peak is that of dense products of what is multiplied:
+8 bits of int4 weights, is in the time and not in the bytes. The peak is that of dense products of what is multiplied:
 8 bits, or bfloat16, which has half of it.
 A copy reads and writes: kernels that almost only read, those of small M, pass the roofline by several per cent.
 us: by JAX's profiler, in one program of many such calls, whose operands together exceed the L2 cache several times.

@@ -127,9 +127,9 @@ def _runs_on(conversion):
     use, scheme = conversion.use, conversion.scheme
     sizes = [use.shape[axis] for axis in use.contracted]
     k = math.prod(sizes)
-    if isinstance(scheme, W4A8) or isinstance(scheme, W8A8) and scheme.block(sizes) == k:
-        return dispatch.runs_on()
-    if isinstance(scheme, W8A8):
+    if isinstance(scheme, W8A8 | W4A8):
+        if scheme.block(sizes) == k:
+            return dispatch.runs_on()
         op, block = block_quantized_mm, scheme.block(sizes)
     else:
         op, block = block_scaled_mm, scheme.tile_size or k

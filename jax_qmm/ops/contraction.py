@@ -80,7 +80,7 @@ def operand_scheme(scheme, sides):
     check_scheme(scheme)
     check_weight(q, scheme)
     if isinstance(scheme, W4A8):
-        return W8A8(), (None, None)  # its activations
+        return scheme.of_activations, (None, None)
     if not isinstance(scheme, W8A8):
         return None, (None, None)
     scale, zero_point = scheme.activation_scale, scheme.activation_zero_point
@@ -176,6 +176,6 @@ def _way(product, lhs, rhs):
     """The module of the op for these operands; its `unserved` says whether they have to be dequantized instead."""
     if product.scheme is None and not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         return weight_only_dot
-    if expanded_dot.has_steps(lhs, rhs):
+    if expanded_dot.serves(product, lhs, rhs):
         return expanded_dot
     return block_quantized_dot if block_quantized_dot.has_blocks(product, lhs, rhs) else quantized_dot

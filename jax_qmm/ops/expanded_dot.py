@@ -1,17 +1,19 @@
-"""A product of labelled operands of which one is int4 with a `scale_step`, as `W4A8` makes it, and the other of 8 bits.
+"""A product of labelled operands of which one is int4, as `W4A8` makes it, and the other of 8 bits.
 
-Its values times the multiples of their blocks are int8, with one scale for all that is contracted. Where few rows meet
-them, expanded_mm's kernel makes them on the way to the tensor cores; else XLA does, once at each call, in a jit named
-"jax_qmm_expanded", so that `explain` can tell.
+Beside int8 it needs a `scale_step`: its values times the multiples of their blocks are int8, with one scale for all
+that is contracted. Where few rows meet them, expanded_mm's kernel makes them on the way to the tensor cores; else XLA
+does, once at each call, in a jit named "jax_qmm_expanded", so that `explain` can tell. Beside float8 XLA makes float8
+of the values, and the scales of blocks stay.
 """
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_qmm.dtypes import INT8
+from jax_qmm.dtypes import FLOAT8, INT4, INT8
 from jax_qmm.ops import block_quantized_dot, quantized_dot
 from jax_qmm.ops.block_quantized_dot import counts, folded, in_order
 from jax_qmm.ops.block_quantized_mm import in_blocks
@@ -21,14 +23,24 @@ from jax_qmm.qarray import QArray
 from jax_qmm.reference.scaled_mm import epilogue
 
 
-def has_steps(lhs, rhs):
-    """Whether an operand has a `scale_step`."""
-    return any(isinstance(x, QArray) and x.scale_step is not None for x in (lhs, rhs))
+def serves(product, lhs, rhs):
+    """Whether an operand is int4 that is to become 8 bits."""
+    return any(_dtype(product, *sides) is not None for sides in ((lhs, rhs), (rhs, lhs)))
+
+
+def _dtype(product, x, other):
+    """What the values of an operand become beside the other one; None where they stay as they are."""
+    if not isinstance(x, QArray) or x.qtype != INT4:
+        return None
+    if (other.qtype if isinstance(other, QArray) else product.scheme.dtype) != FLOAT8:
+        return None if x.scale_step is None else INT8
+    integers = x.zero_point is None or jnp.issubdtype(x.zero_point.dtype, jnp.integer)
+    return FLOAT8 if integers and not (x.is_packed or x.merged_axes) else None
 
 
 def unserved(product, lhs, rhs):
     """Why no kernel takes these two operands, a key of `dequantized_dot.REASONS`; None where one does."""
-    lhs, rhs = jax.eval_shape(_expanded, lhs, rhs)
+    lhs, rhs = jax.eval_shape(functools.partial(_expanded, product), lhs, rhs)
     return _of_int8(product, lhs, rhs).unserved(product, lhs, rhs)
 
 
@@ -36,7 +48,7 @@ def dot(product, lhs, rhs, bias, static):
     """The product; a float operand has no static scale."""
     if _is_of_few_rows(product, lhs, rhs):
         return _dot_of_few_rows(product, lhs, rhs, bias, static)
-    lhs, rhs = _expanded(lhs, rhs)
+    lhs, rhs = _expanded(product, lhs, rhs)
     return _of_int8(product, lhs, rhs).dot(product, lhs, rhs, bias, static)
 
 
@@ -48,11 +60,13 @@ def _of_int8(product, lhs, rhs):
 
 
 def _is_of_few_rows(product, lhs, rhs):
-    """Whether x is float, and its rows, columns and the blocks of w are for expanded_mm's kernel."""
+    """Whether x is float and becomes int8, and its rows, columns and the blocks of w are for expanded_mm's kernel."""
+    if isinstance(lhs, QArray) and isinstance(rhs, QArray) or product.scheme.dtype != INT8:
+        return False
     form = _form(product, lhs, rhs)
     w, own = (lhs, product.lhs) if form.flipped else (rhs, product.rhs)
     sizes = [*form.shape(form.rows), *form.shape(form.contracted)]
-    if isinstance(rhs if form.flipped else lhs, QArray) or not all(isinstance(size, int) for size in sizes):
+    if not all(isinstance(size, int) for size in sizes):
         return False
     m, k = math.prod(form.shape(form.rows)), math.prod(form.shape(form.contracted))
     shared = all(count == 1 for count in counts(w, own, form.contracted))
@@ -61,7 +75,7 @@ def _is_of_few_rows(product, lhs, rhs):
 
 
 def _form(product, lhs, rhs):
-    flipped = has_steps(lhs, None)
+    flipped = isinstance(lhs, QArray)
     return form_of(product, lhs, rhs, flipped, product.batch, (lhs, product.lhs) if flipped else (rhs, product.rhs))
 
 
@@ -93,21 +107,24 @@ def _dot_of_few_rows(product, lhs, rhs, bias, static):
 # By XLA
 
 
-def _expanded(*sides):
-    return tuple(jax_qmm_expanded(x) if has_steps(x, None) else x for x in sides)
+def _expanded(product, lhs, rhs):
+    dtypes = _dtype(product, lhs, rhs), _dtype(product, rhs, lhs)
+    return tuple(x if dtype is None else jax_qmm_expanded(x, dtype) for x, dtype in zip((lhs, rhs), dtypes))
 
 
-@jax.jit
-def jax_qmm_expanded(q):
-    """The same array, up to rounding, as int8 values with its `scale_step` as scale.
+@functools.partial(jax.jit, static_argnums=1)
+def jax_qmm_expanded(q, dtype):
+    """The same array as int8 values with its `scale_step` as scale, up to rounding, or as float8 values, exactly.
 
     >>> q = QArray(jnp.int4([[1, -7, 2, 3]]), jnp.float32([[1.5, 5]]), scale_step=jnp.float32([[0.5]]))
-    >>> jax_qmm_expanded(q).qvalue.tolist()
-    [[3, -21, 20, 30]]
+    >>> jax_qmm_expanded(q, INT8).qvalue.tolist(), jax_qmm_expanded(q, FLOAT8).qvalue.tolist()
+    ([[3, -21, 20, 30]], [[1.0, -7.0, 2.0, 3.0]])
     """
     values = q.qvalue.astype(INT8)
     if q.zero_point is not None:
         values = values - q.along_values(q.zero_point.astype(INT8))
+    if dtype == FLOAT8:  # which has all integers up to 16, and these are up to 15
+        return q._replace(qvalue=values.astype(FLOAT8), zero_point=None, scale_step=None)
     qvalue = values * q.along_values(_multiples(q))
     return q._replace(qvalue=qvalue, scale=q.scale_step, zero_point=None, scale_step=None, _tile_size=None)
 

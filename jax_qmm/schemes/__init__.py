@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+from jax_qmm.dtypes import INT8
 from jax_qmm.schemes.float_activations import W4A16 as W4A16, W8A16 as W8A16
 from jax_qmm.schemes.w4a8 import W4A8 as W4A8
 from jax_qmm.schemes.w8a8 import W8A8 as W8A8
@@ -52,5 +53,5 @@ def check_weight(q, scheme):
         raise ValueError(f"{q} is packed, {scheme!r} needs it plain: take its .unpack()")
     if q.merged_axes and isinstance(scheme, W8A8 | W4A8):
         raise ValueError(f"{q} has merged axes, {scheme!r} needs a weight of its own: take its quantize_weight")
-    if q.scale_step is None and isinstance(scheme, W4A8):
+    if q.scale_step is None and isinstance(scheme, W4A8) and scheme.of_activations.dtype == INT8:
         raise ValueError(f"{q} has no scale_step, {scheme!r} needs one, as its quantize_weight gives it")

@@ -1,44 +1,61 @@
 """4-bit weights times 8-bit activations."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_qmm.dtypes import INT4
+from jax_qmm.dtypes import INT4, INT8, check_qtype
 from jax_qmm.qarray import QArray
 from jax_qmm.schemes.float_activations import WeightInBlocks
 from jax_qmm.schemes.granularity import contracted_last, sums_like_scale
 from jax_qmm.schemes.w8a8 import W8A8
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class W4A8(WeightInBlocks):
-    """4-bit weights times int8 activations, on the tensor cores' int8.
+    """4-bit weights times 8-bit activations, on the tensor cores' int8 or float8.
 
-    Weights have two levels of scales: one for each output channel, and for each block of `tile_size` a small integer by
-    which its values are multiplied. These products are int8, exactly, so that a product is that of `W8A8` with one
-    scale per channel. Activations get one scale per token, symmetric. For up to 64 rows of activations a kernel makes
-    int8 of weights on the way to the tensor cores, where blocks and all that is contracted are multiples of 32; else
-    each call makes int8 of all weights first, which `explain` shows.
+    Activations get one scale per token, symmetric.
+
+    Beside int8 weights have two levels of scales: one for each output channel, and for each block of `tile_size` a
+    small integer by which its values are multiplied. These products are int8, exactly, so that a product is that of
+    `W8A8` with one scale per channel. For up to 64 rows of activations a kernel makes int8 of weights on the way to the
+    tensor cores, where blocks and all that is contracted are multiples of 32; else each call makes int8 of all weights
+    first, which `explain` shows.
+
+    Beside float8_e4m3fn, which has the values of int4 less their zero points exactly, blocks keep float scales, and a
+    product is that of `W8A8("fp8", tile_size=...)`. Each call makes float8 of all weights first.
 
     Args:
       tile_size, symmetric, clip_search: as in `W4A16`.
+      activation_dtype: `jnp.int8` or `jnp.float8_e4m3fn`.
 
     Raises:
       TypeError, ValueError: for an argument that does not fit.
 
     >>> W4A8(64, symmetric=False)
     W4A8(int4 weights, blocks of 64, asymmetric, int8 activations)
+    >>> W4A8(activation_dtype="fp8")
+    W4A8(int4 weights, blocks of 128, float8_e4m3fn activations)
     """
+
+    activation_dtype: Any = jnp.int8
 
     dtype = INT4
     convolves = False
 
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "activation_dtype", check_qtype("activation_dtype", self.activation_dtype))
+
     def __str__(self):
-        return f"{super().__str__()}, int8 activations"
+        return f"{super().__str__()}, {self.activation_dtype} activations"
 
     def quantize_weight(self, kernel: jax.Array, contracted: Sequence[int]) -> QArray:
-        """Quantizes a weight in blocks, as `W8A8` does, with scales that are multiples of one step per channel.
+        """Quantizes a weight in blocks, as `W8A8` does; beside int8 with scales that are multiples of a channel's step.
 
         With r the largest distance of an int4 value from its block's zero point, `step` is the largest of
         `scale * r / 127` in the channel, and a block's multiple is the integer below or above `scale / step` that
@@ -48,7 +65,7 @@ class W4A8(WeightInBlocks):
           kernel, contracted: as in `W4A16`.
 
         Returns:
-          A `QArray` with the shape of `kernel` and a `scale_step`. It is not packed.
+          A `QArray` with the shape of `kernel`, and a `scale_step` beside int8. It is not packed.
 
         >>> q = W4A8().quantize_weight(jnp.ones((512, 8)), (-2,))
         >>> q
@@ -59,6 +76,8 @@ class W4A8(WeightInBlocks):
         stored, back = contracted_last(kernel, contracted)
         sizes = stored.shape[-len(contracted) :]
         q = self._in_blocks(stored, sizes, clip_search=self.clip_search)
+        if self.activation_dtype != INT8:
+            return q.transpose(back)
         low, high = jnp.iinfo(INT4).min, jnp.iinfo(INT4).max
         zero_point = jnp.zeros(q.scale.shape, jnp.int32) if q.zero_point is None else q.zero_point
         reach = jnp.maximum(high - zero_point, zero_point - low)
@@ -73,5 +92,18 @@ class W4A8(WeightInBlocks):
         return q._replace(scale_step=step).transpose(back)
 
     def quantize_activation(self, x: jax.Array, n: int, sums: bool = False) -> QArray:
-        """As `W8A8().quantize_activation`."""
-        return W8A8().quantize_activation(x, n, sums)
+        """As `of_activations` does."""
+        return self.of_activations.quantize_activation(x, n, sums)
+
+    def block(self, contracted: Sequence[int]) -> int:
+        """As `W8A8.block`, of the weights of 8 bits that are multiplied.
+
+        >>> W4A8().block((512,)), W4A8(activation_dtype="fp8").block((512,))
+        (512, 128)
+        """
+        return W8A8(tile_size=None if self.activation_dtype == INT8 else self.tile_size).block(contracted)
+
+    @property
+    def of_activations(self) -> W8A8:
+        """How activations are quantized: with one scale per token."""
+        return W8A8(self.activation_dtype)

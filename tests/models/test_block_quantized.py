@@ -93,9 +93,10 @@ def test_gradients_reach_the_input_and_the_bias(scheme):
     np.testing.assert_allclose(gradients[1], jnp.ones((8, 8)) @ w.T, rtol=0, atol=8 * 2**-23 * abs(w).sum(1).max())
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_4_bit_weights_and_8_bit_activations(kind):
-    scheme, x = W4A8(64, symmetric=False), data(*X)
+def test_4_bit_weights_and_8_bit_activations(kind, dtype):
+    scheme, x = W4A8(64, symmetric=False, activation_dtype=dtype), data(*X)
     if kind == "nnx":
         model = Nnx(nnx.Rngs(0))
         f, report = qnnx.quantize_model(model, [Rule(".*", scheme)], sensitivity=[x])
@@ -120,8 +121,10 @@ def test_4_bit_weights_and_8_bit_activations(kind):
     calls = collections.Counter()
     for row in jax_qmm.explain(f, x).rows:
         calls[row.op.split()[0]] += row.count
-    assert calls == {"quantize": 3, "expanded_mm": 3}
-    assert kernel.qtype == jnp.int4 and kernel.nbytes == 256 * 384 // 2 + 384 * 4 * 8 + 384 * 4
+    by = {"expanded_mm": 3} if dtype == "int8" else {"expand": 3, "block_scaled_mm": 3}
+    assert calls == {"quantize": 3, **by}
+    step = 384 * 4 * (dtype == "int8")
+    assert kernel.qtype == jnp.int4 and kernel.nbytes == 256 * 384 // 2 + 384 * 4 * 8 + step
 
 
 def test_stacked_layers_run_in_a_scan():

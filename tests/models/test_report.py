@@ -58,11 +58,12 @@ def test_blocks_that_no_kernel_takes_are_named(monkeypatch):
 def test_blocks_on_both_sides_that_no_kernel_takes_are_named(monkeypatch):
     oldest = []
     monkeypatch.setattr(_extension, "fallback_reason", lambda platform, devices, *arch: oldest.append(arch))
-    inner = {"a": 32, "b": 80, "c": 256, "d": 256}
+    inner = {"a": 32, "b": 80, "c": 256, "d": 256, "e": 80}
     uses = {name: KernelUse("LinearGeneral", (-3, -2), (4, size, 256)) for name, size in inner.items()}
     schemes = {"a": W8A8(tile_size=64), "b": W8A8(tile_size=64), "c": W8A8(tile_size=1024), "d": W4A8()}
+    schemes |= {"e": W4A8(64, activation_dtype="fp8")}
     plan = Plan({name: Conversion(uses[name], scheme) for name, scheme in schemes.items()}, {}, ())
     rows = make_report(plan, dict.fromkeys(schemes, 1), dict.fromkeys(schemes, 1), (4, 4), {}).rows
     why = "reference: blocks have 16 columns; kernels serve 32, 64, 128, 256"
-    assert [row.runs_on for row in rows] == ["kernel", why, "kernel", "kernel"]
-    assert oldest == [(80,), (80,), (0,), (0,)]  # the last two are products with one scale for a token
+    assert [row.runs_on for row in rows] == ["kernel", why, "kernel", "kernel", why]
+    assert oldest == [(80,), (80,), (0,), (0,), (80,)]  # c and d are products with one scale for a token

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_qmm
-from jax_qmm import W8A8, _extension
+from jax_qmm import W4A8, W8A8, _extension
 
 pytestmark = pytest.mark.gpu
 
@@ -17,6 +17,7 @@ SCHEMES = {
     "int8": W8A8(tile_size=32),
     "asymmetric": W8A8(tile_size=64, symmetric=False, weight_symmetric=False),
     "fp8": W8A8("float8_e4m3fn", tile_size=128, weight_tile=(128, 128)),
+    "int4 x fp8": W4A8(64, symmetric=False, activation_dtype="float8_e4m3fn"),
 }
 
 
@@ -35,7 +36,7 @@ def test_is_the_reference(on_reference, scheme, equation, x_shape, w_shape, cont
     x = jnp.asarray(rng.normal(size=x_shape), jnp.bfloat16)
     w = scheme.quantize_weight(jnp.asarray(rng.normal(0.2, 1, w_shape), jnp.float32), contracted)
     f = lambda x, w: jax_qmm.einsum(equation, x, w, scheme=scheme, preferred_element_type=jnp.bfloat16)
-    quantizer, op = jax_qmm.explain(f, x, w).rows
+    *_, op = jax_qmm.explain(f, x, w).rows
     assert op.op.startswith("block_scaled_mm") and "scaled by block" in op.runs_on, op.runs_on
     got = jax.jit(f)(*jax.device_put((x, w), jax.devices(_extension.platform())[0]))
     got, want = (np.asarray(y, np.float64) for y in (got, on_reference(f, x, w)))
