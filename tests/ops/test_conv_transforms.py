@@ -60,6 +60,22 @@ def test_vmap_over_any_mix(mapped, groups):
     np.testing.assert_array_equal(got, np.stack(want))
 
 
+@pytest.mark.parametrize("dims", [(0, None), (None, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("taps", [(3, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_vmap_of_weights_of_4_bits(dims, taps, groups):
+    x = normal(3, 2, 5, 4, 8)
+    options = dict(window_strides=(1, 1), padding="VALID", dimension_numbers=NHWC["dimension_numbers"])
+    weights = [W4A16(4).quantize_weight(normal(6, *taps, 8 // groups, seed=seed), (1, 2, 3)) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
+    f = lambda x, w: jax_qmm.conv_general_dilated(x, w, **options, precision="highest", feature_group_count=groups)
+    args = x if dims[0] == 0 else x[0], stacked if dims[1] == 0 else weights[0]
+    got = jax.vmap(f, dims)(*args)
+    want = [f(x[i if dims[0] == 0 else 0], weights[i if dims[1] == 0 else 0]) for i in range(3)]
+    # Sums of up to 48 values in another order
+    np.testing.assert_allclose(got, np.stack(want), rtol=0, atol=48 * 2.0**-24 * 48)
+
+
 def test_vmap_of_vmap():
     args = operands()
     f = lambda lhs, rhs: conv(**args | dict(lhs=lhs, rhs=rhs))
@@ -183,22 +199,43 @@ def test_explain_names_sharded_spatial_axes():
     assert any("spatial axes gathered" in row.op for row in rows)
 
 
-def test_in_a_shard_map():
-    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("x",))
+@pytest.mark.parametrize("manual", [{"x", "y"}, {"x"}], ids=str)
+@pytest.mark.parametrize("auto", [P(), P(None, None, None, "y"), P("y")], ids=str)
+def test_in_a_shard_map(manual, auto):
+    """Also of one axis of two; channels or output channels of rhs may be sharded over the other one."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     args = {name: jnp.asarray(x) for name, x in operands(8).items()}
     specs = {name: P("x") if name in ("lhs", "scale_l", "zero_l") else P() for name in args}
     f = lambda args: conv(**args)
-    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=P("x")))(args)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=P("x"), axis_names=manual)
+    got = jax.jit(mapped)(args | {"rhs": jax.device_put(args["rhs"], NamedSharding(mesh, auto))})
     np.testing.assert_array_equal(got, f(args))
 
 
 # Export
 
 
-def test_exports_with_a_symbolic_batch():
+def chain(x, w):
+    """int8 from the first convolution to the second."""
+    static = W8A8(activation_scale=0.02)
+    to_int8 = dict(scheme=static, activation="relu", out_dtype=jnp.int8, out_scale=0.5)
+    y = QArray(jax_qmm.conv_general_dilated(x, w, **NHWC, **to_int8), jnp.full((1, 1, 1, 1), 0.5))
+    again = W8A8().quantize_weight(normal(6, 3, 2, 6, seed=1), (1, 2, 3))
+    return jax_qmm.conv_general_dilated(y, again, **NHWC)
+
+
+EXPORTED = {
+    "int8": (W8A8(), lambda x, w: jax_qmm.conv_general_dilated(x, w, **NHWC, activation="relu")),
+    "int8, a chain": (W8A8(), chain),
+    "weight-only": (W4A16(4), lambda x, w: jax_qmm.conv_general_dilated(x, w, **NHWC, activation="relu")),
+}
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_exports_with_a_symbolic_batch(kind):
     (n,) = jax.export.symbolic_shape("n")
-    w = W8A8().quantize_weight(normal(6, 3, 2, 8), (1, 2, 3))
-    f = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, **NHWC, activation="relu"))
+    scheme, f = EXPORTED[kind]
+    w, f = scheme.quantize_weight(normal(6, 3, 2, 8), (1, 2, 3)), jax.jit(f)
     exported = jax.export.export(f, platforms=["cpu"])(jax.ShapeDtypeStruct((n, 5, 4, 8), jnp.float32), w)
     x = normal(3, 5, 4, 8)
     np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(x, w), f(x, w))
