@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from random_arrays import RANDOM, data
 
 import jax_qmm
@@ -148,6 +149,22 @@ def test_a_stack_of_layers():
         assert [row.path for row in report.quantized] == ["Conv_0"]
         got, want = run(data(2, 6, 8))[0], plain(data(2, 6, 8))[0]
         assert jnp.linalg.norm(got - want) < jnp.linalg.norm(want) * 4 / 127
+
+
+@pytest.mark.parametrize("scheme", [W8A8(), W4A16(8)], ids=str)
+@pytest.mark.parametrize("names", [(None, None, "model"), (None, "model", None)])
+def test_a_kernel_keeps_its_sharding(scheme, names):
+    """By output channels, and by input channels where those are not packed beside taps."""
+    mesh, x = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2), data(2, 6, 16)
+    layer = nn.Conv(8, (3,), kernel_init=nn.with_partitioning(RANDOM["kernel_init"], names))
+    variables = layer.init(jax.random.key(0), x)
+    model, variables, _ = qlinen.quantize_model(layer, variables, [Rule(".*", scheme)], example=x)
+    placed = jax.device_put(nn.unbox(variables), nn.unbox(nn.get_sharding(variables, mesh)))
+    spec = placed["params"]["kernel"].qvalue.sharding.spec  # stored as (outputs, taps, channels)
+    packed = names[1] is not None and isinstance(scheme, W4A16)
+    assert spec == (P(None, None, None) if packed else P(names[2], None, names[1]))
+    got = jax.jit(model.apply)(placed, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    np.testing.assert_allclose(got, model.apply(nn.unbox(variables), x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_masked_kernel_stays_in_float():
