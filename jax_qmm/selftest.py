@@ -218,18 +218,24 @@ def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str |
         kind = dtype, "float32", bits, block, "int8" if zero_dtype == "int32" else zero_dtype
         choices = kernels.BlockScaledMmProblem(m, WEIGHT_N, WEIGHT_K, 1, *kind).choices(gpu)
         run = jax.jit(functools.partial(jax_qmm.block_scaled_mm, out_dtype=jnp.float32))
-        # The one with the largest workspace comes first: its program serves all.
-        for words, _ in sorted(choices, key=lambda choice: -choice[1]):
-            kernels.restrict_block_scaled_mm(words)
-            try:
-                out = np.asarray(run(x, w))
-            finally:
-                kernels.restrict_block_scaled_mm("")
+        for words, out in _by_each(kernels, choices, lambda: run(x, w)):
             rounds = zero_dtype == "float32" or dtype == "float32" or "weights scaled" in words
             tolerance = (1.01 * unit * rounds + (WEIGHT_K + 16) * 2.0**-23) * size + 2.0**-23 * np.abs(want)
             wrong = int((~(np.abs(out - want) <= tolerance)).sum())
             shape = f"M {m}, N {WEIGHT_N}, K {WEIGHT_K}, blocks of {block}"
             yield Result(name, _extension.as_compiled(kernels, words, gpu), shape, wrong)
+
+
+def _by_each(kernels, choices, run) -> Iterator[tuple[str, np.ndarray]]:
+    """What `run` gives by each of the choices of a BlockScaledMmProblem, with its words."""
+    # The one with the largest workspace comes first: its program serves all.
+    for words, _ in sorted(choices, key=lambda choice: -choice[1]):
+        kernels.restrict_block_scaled_mm(words)
+        try:
+            out = np.asarray(run())
+        finally:
+            kernels.restrict_block_scaled_mm("")
+        yield words, out
 
 
 def check_weight_only_conv(kernels, gpu, dtype: str, bits: int, zero_dtype: str | None) -> Iterator[Result]:
@@ -253,12 +259,7 @@ def check_weight_only_conv(kernels, gpu, dtype: str, bits: int, zero_dtype: str 
     run = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, *window, out_dtype=jnp.float32))
     kind = dtype, "float32", bits, WINDOW_BLOCK, "int8" if zero_dtype == "int32" else zero_dtype
     choices = kernels.BlockScaledMmProblem(want[..., 0].size, WINDOW_OUTPUTS, k, 1, *kind, windows=True).choices(gpu)
-    for words, _ in sorted(choices, key=lambda choice: -choice[1]):
-        kernels.restrict_block_scaled_mm(words)
-        try:
-            out = np.asarray(run(x, w))
-        finally:
-            kernels.restrict_block_scaled_mm("")
+    for words, out in _by_each(kernels, choices, lambda: run(x, w)):
         name = f"conv, {dtype}, int{bits} weights" + (f", {zero_dtype} zero points" if zero_dtype else "")
         wrong = int((~(np.abs(out - want) <= tolerance)).sum())
         yield Result(name, _extension.as_compiled(kernels, words, gpu), f"{IMAGES[-1]} to {WINDOW_OUTPUTS}", wrong)

@@ -10,7 +10,7 @@ namespace jax_qmm::block_scaled {
 
 struct WindowParams : Params {
   conv::Window window;
-  conv::Divisor channels, taps_y, taps_x;
+  conv::Columns columns;
 };
 
 // A thread's share of a step's x: 8 channels of a tap, of every few rows. What is beyond x becomes zeros.
@@ -21,9 +21,7 @@ class SourceOfWindows {
   static constexpr bool kWindows = true;
 
   static Params make_params(BlockScaledMm const& problem) {
-    Windows const& windows = *problem.windows;
-    return {block_scaled::make_params<C>(problem), conv::Window(windows), conv::Divisor(windows.channels),
-            conv::Divisor(windows.taps[1]), conv::Divisor(windows.taps[2])};
+    return {block_scaled::make_params<C>(problem), conv::Window(*problem.windows), conv::Columns(*problem.windows)};
   }
 
   __device__ SourceOfWindows(Params const& p, int, int first_m, int k_begin, int k_end)
@@ -41,14 +39,13 @@ class SourceOfWindows {
 
   // Starts the copies of the next step.
   __device__ void copy(uint32_t to) {
-    int channel = column_, x = p_.channels.divide(channel), y = p_.taps_x.divide(x);
-    int const z = p_.taps_y.divide(y) * p_.window.dilation[0];
-    y *= p_.window.dilation[1], x *= p_.window.dilation[2];
+    int channel = column_, tap[kSpatial];
+    p_.columns.find(channel, p_.window.dilation, tap);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       unsigned at;
       bool const inside =
-          p_.window.finds(corner_[i][0] + z, corner_[i][1] + y, corner_[i][2] + x, at) && column_ < end_;
+          p_.window.finds(corner_[i][0] + tap[0], corner_[i][1] + tap[1], corner_[i][2] + tap[2], at) && column_ < end_;
       auto* const from = reinterpret_cast<uint8_t const*>(images_[i] + (inside ? at + channel : 0));
       copy_async<16>(to + swizzled<C::kPitch>(threadIdx.x / kChunks + i * kRowsAtOnce, chunk_), from, inside);
     }

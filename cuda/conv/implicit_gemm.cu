@@ -13,7 +13,7 @@ namespace {
 struct Params {
   sm80::Params product;
   Window window;
-  Divisor channels, taps_y, taps_x;  // channels: of a group
+  Columns columns;
   int columns_of_group, groups;
 };
 
@@ -33,7 +33,7 @@ template <class C>
 class Windows {
  public:
   __device__ Windows(Params const& p, Place<C> const& at) : p_(p) {
-    uint8_t const* const images = p.product.a + at.l * p.product.a_batch_stride + at.group * p.channels.divisor;
+    uint8_t const* const images = p.product.a + at.l * p.product.a_batch_stride + at.group * p.columns.channels.divisor;
     auto const& zero_point = p.product.epilogue.azp;
     has_zero_points_ = zero_point.data != nullptr;
 #pragma unroll
@@ -73,13 +73,12 @@ class Windows {
 
   template <int Bytes>
   __device__ void copy_part(uint32_t to, int k, int k_end) const {
-    int channel = k, x = p_.channels.divide(channel), y = p_.taps_x.divide(x);
-    int const z = p_.taps_y.divide(y) * p_.window.dilation[0];
-    y *= p_.window.dilation[1], x *= p_.window.dilation[2];
+    int channel = k, tap[kSpatial];
+    p_.columns.find(channel, p_.window.dilation, tap);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       unsigned byte;
-      bool const inside = p_.window.finds(corner_[i][0] + z, corner_[i][1] + y, corner_[i][2] + x, byte);
+      bool const inside = p_.window.finds(corner_[i][0] + tap[0], corner_[i][1] + tap[1], corner_[i][2] + tap[2], byte);
       if (inside || !has_zero_points_) {
         copy_async<Bytes>(to + i * kApart, images_[i] + (inside ? byte + channel : 0), inside && k < k_end);
       } else {
@@ -143,9 +142,7 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
   uintptr_t const in = address(problem.a) | address(problem.b) | uintptr_t(problem.channels);
   product.copied = in % 16 == 0 ? 16 : in % 8 == 0 ? 8 : 4;
   product.stores_whole = (address(problem.out) | uintptr_t(columns) * bytes_of(problem.out_dtype)) % 16 == 0;
-  Params const params{
-      product, Window(problem), Divisor(problem.channels), Divisor(problem.taps[1]), Divisor(problem.taps[2]),
-      columns, problem.groups};
+  Params const params{product, Window(problem), Columns(problem), columns, problem.groups};
   unsigned const blocks = product.tiles_m * product.tiles_n * unsigned(problem.batch);
   LaunchShape const shape{dim3(blocks, 1, problem.groups), C::kThreads, C::kSharedBytes};
   return jax_qmm::launch(submit, shape, conv_kernel<C>, params);

@@ -63,4 +63,18 @@ struct Window {
   }
 };
 
+// Which value of a window a column of K is: K is taps, then the channels of a group.
+struct Columns {
+  Divisor channels, taps_y, taps_x;
+
+  explicit Columns(Windows const& p) : channels(p.channels), taps_y(p.taps[1]), taps_x(p.taps[2]) {}
+
+  // Leaves the channel in the column's place, and gives how far its tap is from where the window begins.
+  __device__ void find(int& column, Sizes const& dilation, int (&tap)[kSpatial]) const {
+    tap[2] = channels.divide(column), tap[1] = taps_x.divide(tap[2]);
+    tap[0] = taps_y.divide(tap[1]) * dilation[0];
+    tap[1] *= dilation[1], tap[2] *= dilation[2];
+  }
+};
+
 }  // namespace jax_qmm::conv

@@ -139,11 +139,7 @@ ffi::Error read_images(ffi::AnyBuffer lhs, ffi::AnyBuffer out, ffi::Span<int32_t
   JAX_QMM_RETURN_IF_ERROR(check_rank(lhs, "lhs", kSpatial + 2));
   JAX_QMM_RETURN_IF_ERROR(check_rank(out, "out", kSpatial + 2));
   auto const l = lhs.dimensions(), o = out.dimensions();
-  for (auto const& dims : {l, o}) {
-    for (int64_t const dim : dims) {
-      if (dim > kLongest) return refuse("no dimension may exceed " + std::to_string(kLongest));
-    }
-  }
+  JAX_QMM_RETURN_IF_ERROR(check_lengths({l, o}));
   JAX_QMM_RETURN_IF_ERROR(check_shape(out, "out", {l[0], o[1], o[2], o[3], o[4]}));
   Windows w{};
   JAX_QMM_RETURN_IF_ERROR(read_sizes(taps, "taps", 1, w.taps));

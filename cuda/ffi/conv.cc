@@ -40,11 +40,7 @@ ffi::Error read(ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::RemainingArgs vecto
   JAX_QMM_RETURN_IF_ERROR(check_rank(rhs, "rhs", kSpatial + 3));
   JAX_QMM_RETURN_IF_ERROR(check_rank(out, "out", kSpatial + 3));
   auto const l = lhs.dimensions(), r = rhs.dimensions(), o = out.dimensions();
-  for (auto const& dims : {l, r, o}) {
-    for (int64_t const dim : dims) {
-      if (dim > kLongest) return refuse("no dimension may exceed " + std::to_string(kLongest));
-    }
-  }
+  JAX_QMM_RETURN_IF_ERROR(check_lengths({l, r, o}));
   int64_t const batch = o[0], images = l[1], n = r[1], channels = r[5];
   bool const depthwise = channels == 1 && groups == n;
   if (groups < 1 || (groups > Conv::kMostGroups && !depthwise) || n % groups != 0) {

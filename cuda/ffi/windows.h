@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <initializer_list>
 #include <iterator>
 #include <string>
 
@@ -10,6 +11,17 @@
 #include "ffi/buffers.h"
 
 namespace jax_qmm {
+
+inline ffi::Error check_lengths(std::initializer_list<ffi::AnyBuffer::Dimensions> shapes) {
+  for (auto const& dims : shapes) {
+    for (int64_t const dim : dims) {
+      if (dim > kLongest) {
+        return ffi::Error::InvalidArgument("no dimension may exceed " + std::to_string(kLongest));
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
 
 // Reads one of the window's attributes.
 inline ffi::Error read_sizes(ffi::Span<int32_t const> values, char const* name, int least, Sizes& to) {

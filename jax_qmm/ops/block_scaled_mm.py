@@ -275,10 +275,14 @@ def _product(operands, out_dtype, *, names, num_batch, qtype, block, **params):
     m, count = math.prod(rows), math.prod(batch)
     if not all(isinstance(size, int) for size in (m, n, count)):
         return None
+    return m, n, k, count, str(operands[0].dtype), str(out_dtype), *weight_kind(names, operands, qtype, block)
+
+
+def weight_kind(names, operands, qtype, block):
+    """What `BlockScaledMmProblem` needs of the weight: bits, block, and the dtype of zero points or None."""
     zero_point = dict(zip(names, operands[2:])).get("zero_point")
     zero_dtype = None if zero_point is None else "int8" if zero_point.dtype == jnp.int8 else "float32"
-    bits = jnp.iinfo(qtype).bits
-    return m, n, k, count, str(operands[0].dtype), str(out_dtype), bits, block, zero_dtype
+    return jnp.iinfo(qtype).bits, block, zero_dtype
 
 
 # Batching
@@ -294,27 +298,36 @@ def _batch(operands, dims, *, names, num_batch, out_sharding, **params):
 # Differentiation
 
 
-def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
-    """By x, scale, a float zero point and bias, as of a product with the dequantized weight."""
-    product = functools.partial(block_scaled_mm_p.bind, *primals, names=names, **params)
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != float0]
-    out, y = matmul_form.result_and_argument(product, moving, activation, out_dtype)
-    if not moving:
-        return out, _compat.zero_tangent(out)
+def jvp_of(primitive, linear):
+    """The rule of a primitive of x and weights: by x, scale, a float zero point and bias, as of `linear`.
 
-    # Rematerialized: the packed weight waits for the backward pass, not its dequantized copy.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def linear(operands, parts):
-        operands = [*operands]
-        for i, part in zip(moving, parts):
-            operands[i] = part
-        return reference.linear(*operands[:2], **dict(zip(names, operands[2:])), **params)
+    Args:
+      linear: called with x, w and the vectors by name, gives the argument of the activation in float32, with the
+        weights dequantized.
+    """
 
-    parts = [primals[i] for i in moving]
-    _, tangent = jax.jvp(functools.partial(linear, primals), (parts,), ([tangents[i] for i in moving],))
-    if y is not None:
-        tangent = activations.tangent(y, tangent, activation)
-    return out, tangent.astype(out_dtype)
+    def jvp(primals, tangents, *, names, activation, out_dtype, **params):
+        product = functools.partial(primitive.bind, *primals, names=names, **params)
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != float0]
+        out, y = matmul_form.result_and_argument(product, moving, activation, out_dtype)
+        if not moving:
+            return out, _compat.zero_tangent(out)
+
+        # Rematerialized: the packed weight waits for the backward pass, not its dequantized copy.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def of_parts(operands, parts):
+            operands = [*operands]
+            for i, part in zip(moving, parts):
+                operands[i] = part
+            return linear(*operands[:2], **dict(zip(names, operands[2:])), **params)
+
+        parts = [primals[i] for i in moving]
+        _, tangent = jax.jvp(functools.partial(of_parts, primals), (parts,), ([tangents[i] for i in moving],))
+        if y is not None:
+            tangent = activations.tangent(y, tangent, activation)
+        return out, tangent.astype(out_dtype)
+
+    return jvp
 
 
 # Sharding
@@ -365,4 +378,4 @@ OP = dispatch.Op(
 dispatch.register(block_scaled_mm_p, OP)
 block_scaled_mm_p.def_abstract_eval(_abstract_eval)
 batching.primitive_batchers[block_scaled_mm_p] = _batch
-ad.primitive_jvps[block_scaled_mm_p] = _jvp
+ad.primitive_jvps[block_scaled_mm_p] = jvp_of(block_scaled_mm_p, reference.linear)

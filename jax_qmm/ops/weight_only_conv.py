@@ -14,14 +14,21 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.dtypes import float0
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
 from jax_qmm import _compat, _extension
-from jax_qmm.ops import dispatch, matmul_form
-from jax_qmm.ops.block_scaled_mm import OLDEST, block_scaled_mm, dequantized_by_kernel, packed_leaves, unserved_blocks
+from jax_qmm.ops import dispatch
+from jax_qmm.ops.block_scaled_mm import (
+    OLDEST,
+    block_scaled_mm,
+    dequantized_by_kernel,
+    jvp_of,
+    packed_leaves,
+    unserved_blocks,
+    weight_kind,
+)
 from jax_qmm.ops.product import transposed
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.ops.weight_only_dot import is_weight_only as is_weight_only  # which weights they are
@@ -207,14 +214,12 @@ def _by_xla(devices, operands, *, window, taps, **params):
 
 def _problem(operands, *, names, window, taps, qtype, block, out_dtype, **params):
     """What `BlockScaledMmProblem` is made of; None where shapes are symbolic."""
-    lhs, w, *vectors = operands
+    lhs, w, *_ = operands
     *pixels, n = _out_shape(lhs, w, window, taps)
     if not all(isinstance(size, int) for size in pixels):
         return None
-    zero_point = dict(zip(names, vectors)).get("zero_point")
-    zero_dtype = None if zero_point is None else "int8" if zero_point.dtype == jnp.int8 else "float32"
-    m, k, bits = math.prod(pixels), math.prod(taps) * lhs.shape[-1], jnp.iinfo(qtype).bits
-    return m, n, k, 1, str(lhs.dtype), str(out_dtype), bits, block, zero_dtype, True
+    sizes = math.prod(pixels), n, math.prod(taps) * lhs.shape[-1], 1
+    return *sizes, str(lhs.dtype), str(out_dtype), *weight_kind(names, operands, qtype, block), True
 
 
 def _workspace(devices, operands, **params):
@@ -257,32 +262,6 @@ def _batch(operands, dims, **params):
     return jax.vmap(jax.jit(jax_qmm_dequantized_conv), in_axes=dims)(*operands), 0
 
 
-# Differentiation
-
-
-def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
-    """By lhs, scale, a float zero point and bias, as of a convolution with the dequantized weights."""
-    bind = functools.partial(weight_only_conv_p.bind, *primals, names=names, **params)
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != float0]
-    out, y = matmul_form.result_and_argument(bind, moving, activation, out_dtype)
-    if not moving:
-        return out, _compat.zero_tangent(out)
-
-    # Rematerialized: the packed weights wait for the backward pass, not their dequantized copy.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def linear(operands, parts):
-        operands = [*operands]
-        for i, part in zip(moving, parts):
-            operands[i] = part
-        return _linear(*operands[:2], **dict(zip(names, operands[2:])), **params)
-
-    parts = [primals[i] for i in moving]
-    _, tangent = jax.jvp(functools.partial(linear, primals), (parts,), ([tangents[i] for i in moving],))
-    if y is not None:
-        tangent = activations.tangent(y, tangent, activation)
-    return out, tangent.astype(out_dtype)
-
-
 # Sharding
 
 
@@ -313,4 +292,4 @@ OP = dispatch.Op(
 dispatch.register(weight_only_conv_p, OP)
 weight_only_conv_p.def_abstract_eval(_abstract_eval)
 batching.primitive_batchers[weight_only_conv_p] = _batch
-ad.primitive_jvps[weight_only_conv_p] = _jvp
+ad.primitive_jvps[weight_only_conv_p] = jvp_of(weight_only_conv_p, _linear)
