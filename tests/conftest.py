@@ -135,6 +135,19 @@ def gpu(extension):
 
 
 @pytest.fixture(scope="session")
+def stored():
+    """The path of a file in benchmarks/h200, by its name; skips in a source distribution, which has none of them."""
+
+    def find(name):
+        path = Path(__file__).parents[1] / "benchmarks" / "h200" / name
+        if not path.parent.is_dir():
+            pytest.skip("source distributions are without the measurements")
+        return path
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def load_script():
     """Imports a script that is no part of the package, by its path from the project's root."""
 

@@ -1,7 +1,6 @@
 """`bench --check`, on a stand-in for the extension whose kernels take the times that a test gives them."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -97,7 +96,7 @@ def test_a_model_beside_the_file_is_refused(bench):
         bench(SAME, "--model", "llama-3-8b")
 
 
-def test_the_published_figures_can_be_checked():
-    us = check.read(Path(__file__).parents[2] / "benchmarks/h200/scaled_mm.csv").us
+def test_the_published_figures_can_be_checked(stored):
+    us = check.read(stored("scaled_mm.csv")).us
     assert len(us) == 176
     assert us[Product(1, 6144, 4096, 1, "int8", "bfloat16", False)][0] == 7.073

@@ -1,13 +1,10 @@
 """Programs are measured in shuffled turns; times are those of the fixture, never checked for what they are."""
 
 import csv
-from pathlib import Path
 
 import pytest
 
 from jax_qmm.bench import measure, shapes
-
-STORED = Path(__file__).parents[2] / "benchmarks" / "h200" / "programs.csv"
 
 
 @pytest.fixture
@@ -41,6 +38,6 @@ def test_what_follows_the_sums_is_compared_with_scales_alone(small, run_main):
     assert len({row["what"] for row in rows}) == 9
 
 
-def test_columns_are_those_of_the_stored_figures_and_more(small, run_main):
+def test_columns_are_those_of_the_stored_figures_and_more(small, run_main, stored):
     _, (header, *_) = run_main("benchmarks/programs.py", "--m", "16")
-    assert header.startswith(STORED.read_text().splitlines()[0] + ",")
+    assert header.startswith(stored("programs.csv").read_text().splitlines()[0] + ",")

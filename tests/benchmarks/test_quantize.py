@@ -1,20 +1,17 @@
 """Quantizers are measured in shuffled turns; times are those of the fixture, never checked for what they are."""
 
 import csv
-from pathlib import Path
 
 import jax.numpy as jnp
 
 from jax_qmm.bench import measure
 
-STORED = Path(__file__).parents[2] / "benchmarks" / "h200" / "quantize.csv"
 
-
-def test_lines_have_the_median_and_the_spread_of_shuffled_turns(run_main, monkeypatch):
+def test_lines_have_the_median_and_the_spread_of_shuffled_turns(run_main, monkeypatch, stored):
     monkeypatch.setattr(measure, "count_sets", lambda nbytes, most: 2)
     timed, lines = run_main("benchmarks/quantize.py", SHAPES=((4, 8),))
     rows = [*csv.DictReader(lines)]
-    assert lines[0].startswith(STORED.read_text().splitlines()[0] + ",")
+    assert lines[0].startswith(stored("quantize.csv").read_text().splitlines()[0] + ",")
     assert len(rows) == 3 * 12 and len(timed) == 3 * 13 * measure.TURNS
     for row in rows:
         assert float(row["least_us"]) < float(row["us"]) < float(row["most_us"])

@@ -199,7 +199,7 @@ def test_explain_names_sharded_spatial_axes():
     assert any("spatial axes gathered" in row.op for row in rows)
 
 
-@pytest.mark.parametrize("manual", [{"x", "y"}, {"x"}], ids=str)
+@pytest.mark.parametrize("manual", [{"x", "y"}, {"x"}], ids=["all axes", "one axis"])
 @pytest.mark.parametrize("auto", [P(), P(None, None, None, "y"), P("y")], ids=str)
 def test_in_a_shard_map(manual, auto):
     """Also of one axis of two; channels or output channels of rhs may be sharded over the other one."""
