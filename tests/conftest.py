@@ -134,6 +134,12 @@ def gpu(extension):
     return _extension.gpu()
 
 
+@pytest.fixture
+def has_wgmma(gpu, extension):
+    if gpu.arch != 90 or "90a" not in extension.architectures():
+        pytest.skip("the GPU or the build is without wgmma")
+
+
 @pytest.fixture(scope="session")
 def stored():
     """The path of a file in benchmarks/h200, by its name; skips in a source distribution, which has none of them."""

@@ -70,6 +70,7 @@ def test_blocks_and_zero_points(on_reference, tile, block, zero_a, zero_b):
 # others; and more stages than there is room for.
 
 
+@pytest.mark.usefixtures("has_wgmma")
 @pytest.mark.parametrize("wgmma", WGMMA)
 @pytest.mark.parametrize(
     "m, n, k, block",
@@ -79,6 +80,7 @@ def test_wgmma(on_reference, only, wgmma, m, n, k, block):
     check(on_reference, only(f"wgmma {wgmma} int8"), qarray((m,), k, block), qarray((n,), k, block, seed=1))
 
 
+@pytest.mark.usefixtures("has_wgmma")
 @pytest.mark.parametrize("wgmma", WITH_ZERO_POINTS)
 @pytest.mark.parametrize("block", [64, 128, 256])
 @pytest.mark.parametrize("zero_a, zero_b", [("int", None), (None, "int"), ("int", F32)])
@@ -92,6 +94,7 @@ def test_wgmma_of_zero_points(on_reference, only, wgmma, block, zero_a, zero_b):
         )
 
 
+@pytest.mark.usefixtures("has_wgmma")
 @pytest.mark.parametrize("wgmma", WGMMA)
 def test_wgmma_of_batches_bias_and_activation(on_reference, only, wgmma):
     bias = jnp.linspace(-1, 1, 40)
@@ -103,6 +106,7 @@ def test_wgmma_of_batches_bias_and_activation(on_reference, only, wgmma):
         np.testing.assert_array_equal(jax.device_get(jax.jit(f)(x, w)), jax.device_get(on_reference(f, x, w)))
 
 
+@pytest.mark.usefixtures("has_wgmma")
 @pytest.mark.parametrize("wgmma", WGMMA)
 @pytest.mark.parametrize("block", [64, 128, 256])
 def test_wgmma_of_float8(only, wgmma, block):

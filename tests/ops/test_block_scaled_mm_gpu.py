@@ -362,12 +362,6 @@ def test_what_the_kernels_do_not_serve(m, k, block, why):
     assert why in row.runs_on
 
 
-@pytest.fixture
-def has_wgmma(extension):
-    if _extension.gpu().arch != 90 or "90a" not in extension.architectures():
-        pytest.skip("the GPU or the build is without wgmma")
-
-
 @pytest.mark.usefixtures("has_wgmma", "all_kernels")
 class TestWgmma:
     def check_each(self, extension, x, q, scale, zero_point, *, bits, block, out_dtype=F32, bias=None):
