@@ -53,7 +53,8 @@ def channels_last(x):
 
 @pytest.mark.parametrize("name", GRID)
 @pytest.mark.parametrize("zero_point", [0, -77, 127])
-def test_conv_integer(name, zero_point):
+@pytest.mark.parametrize("of_weight", [0, -128, 31])
+def test_conv_integer(name, zero_point, of_weight):
     c, rng = GRID[name], np.random.default_rng(0)
     lhs, rhs = int8(rng, *c.lhs_shape()), int8(rng, *c.rhs_shape())
     channels_first = lambda x: np.ascontiguousarray(np.moveaxis(x, -1, 1))
@@ -62,11 +63,13 @@ def test_conv_integer(name, zero_point):
         x=(channels_first(lhs).astype(np.int16) + 128).astype(np.uint8),
         w=channels_first(rhs),
         x_zero_point=np.array(zero_point + 128, np.uint8),
+        w_zero_point=np.array(of_weight, np.int8),
     )
     want = run("ConvInteger", c, inputs, onnx.TensorProto.INT32)
     ones = np.ones((1,) * lhs.ndim, np.float32)
-    left = QArray(jnp.asarray(lhs), ones, np.full(ones.shape, zero_point, np.int32))
-    got = jax_qmm.conv_general_dilated(left, QArray(jnp.asarray(rhs), ones), **c.keywords(), out_dtype=jnp.int32)
+    zeros = lambda zero_point: np.full(ones.shape, zero_point, np.int32)
+    left, right = QArray(jnp.asarray(lhs), ones, zeros(zero_point)), QArray(jnp.asarray(rhs), ones, zeros(of_weight))
+    got = jax_qmm.conv_general_dilated(left, right, **c.keywords(), out_dtype=jnp.int32)
     np.testing.assert_array_equal(got, channels_last(want))
 
 
