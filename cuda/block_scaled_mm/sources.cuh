@@ -31,7 +31,7 @@ struct Params {
   Activation activation;
   float low, high;
 
-  __device__ FullOutput output() const { return {out_dtype, activation, low, high, quantize::Divisor(1.0f), 0.0f}; }
+  __device__ FullOutput output() const { return {out_dtype, activation, low, high, quantize::AnyDivisor(1.0f), 0.0f}; }
 
   // Finishes `kCount` neighbours of a row.
   template <int kCount>

@@ -117,7 +117,28 @@ struct Divisor {
   }
 };
 
-// What `quotient` becomes before its conversion to 8 bits. A bounded quotient and zero point came from one range.
+// IEEE division of many values by any one, if what overflows or is minute need only do so: both sides are multiplied by
+// a power of two, and by the divisor's sign, which gives one that Divisor is quick for. Where that is not possible, a
+// Divisor gives what division does: by zero it finds an infinity or NaN, and by NaN that. By an infinity, 0 times a
+// value is divided by 1.
+struct AnyDivisor {
+  float factor;
+  Divisor of;
+
+  __host__ __device__ explicit AnyDivisor(float s)
+      : factor(copysignf(power(fabsf(s)), s)), of(fabsf(s) == INFINITY ? 1.0f : power(fabsf(s)) * fabsf(s)) {}
+
+  __host__ __device__ float divide(float x) const { return of.divide_quickly<false>(factor * x); }
+
+ private:
+  // Where it takes values beyond the range of floats, quotients are beyond that of 8 bits, or 0 in 8 bits.
+  __host__ __device__ static float power(float size) {
+    return size < 0x1p-80f ? 0x1p96f : size <= 0x1p80f ? 1.0f : size == INFINITY ? 0.0f : 0x1p-64f;
+  }
+};
+
+// What `quotient` becomes before its conversion to 8 bits. Bounded is one that is less than 2^22 where it does not
+// saturate: a quotient and zero point of one range, or any quotient with a zero point up to 2^21.
 template <Kind kind, bool kBounded>
 __host__ __device__ float shift(float quotient, float zero_point) {
   if constexpr (kind != Kind::kInt8ZeroPoint) return quotient;

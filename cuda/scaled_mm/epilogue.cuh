@@ -95,7 +95,7 @@ struct OutputArg<true> {
     zero_point.prefetch(threads);
   }
   __device__ FullOutput at(int l) const {
-    return {dtype, activation, low, high, quantize::Divisor(scale.load(l, 0)), float(zero_point.load(l, 0))};
+    return {dtype, activation, low, high, quantize::AnyDivisor(scale.load(l, 0)), float(zero_point.load(l, 0))};
   }
 };
 

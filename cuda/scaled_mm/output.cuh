@@ -54,20 +54,20 @@ struct PlainOutput {
   }
 };
 
-// y / (1 + exp(x)), off by less than 2^-20 |y|, whether x is -y or gelu's.
+// y / (1 + 2^x), off by less than 2^-20 |y|, where x = y (once + cubed y^2): silu with -log2(e) and 0, and with kOnce
+// and kCubed the tanh form of gelu, x = -2 log2(e) sqrt(2 / pi) (y + 0.044715 y^3). One code for both, and short:
+// blocks run it once a tile, at the speed of its way to the SM.
 //
-// CUDA documents errors of at most 2 ulp for expf and __fdividef, 2^-22 of their values; the sum is rounded once,
-// 2^-24. gelu's x is off by 2^-22 of itself: no more than four roundings follow one another on the way to it. That
-// moves the result by |x| s (1 - s) 2^-22 |y| with s = 1 / (1 + exp(x)), of which |x| s (1 - s) is below 0.23 for every
-// x. From 2^126 on, where x is above 87.3, __fdividef gives 0 instead of less than 2^-119.
-__device__ inline float logistic_product(float y, float x) { return __fdividef(y, 1.0f + expf(x)); }
-
-__device__ inline float silu(float y) { return logistic_product(y, -y); }
-
-// The tanh form: x = -2u, u = sqrt(2 / pi) * (y + 0.044715 * y^3).
-__device__ inline float gelu(float y) {
-  constexpr float kOnce = -1.5957691216057308f, kCubed = -0.07135481627260026f;  // -2 sqrt(2 / pi), times 0.044715
-  return logistic_product(y, y * fmaf(kCubed, y * y, kOnce));
+// PTX documents errors of 2^-22 of the value for ex2.approx and 2^-23 for rcp.approx; the sum and the product are
+// rounded once, 2^-24 each. x is off by 2^-22 of itself: no more than four roundings follow one another on the way to
+// it. That moves the result by |t| s (1 - s) 2^-22 |y| with t = x ln(2) and s = 1 / (1 + exp(t)), of which |t| s (1 -
+// s) is below 0.23 for every t. From 2^126 on, where t is above 87.3, rcp.approx gives 0 instead of less than 2^-119.
+__device__ inline float logistic_product(float y, float once, float cubed) {
+  float const x = y * fmaf(cubed, fminf(y * y, 0x1p100f), once);  // cubed may be 0, and then y^2 must not be infinite
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+  return y * inverse;
 }
 
 // The output of full kernels, at one entry of the batch.
@@ -75,7 +75,7 @@ struct FullOutput {
   DType dtype;
   Activation activation;
   float low, high;
-  quantize::Divisor scale;
+  quantize::AnyDivisor scale;
   float zero_point;
 
   template <class Out, int N, class Values, class Sums>
@@ -85,11 +85,15 @@ struct FullOutput {
     for (int i = 0; i < N; ++i) y[i] = values[i];
     activate(y);
     if constexpr (sizeof(Out) == N) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) y[i] = scale.divide(y[i]);
       uint32_t words[(N + 3) / 4];
-      if (dtype == DType::kS8) {
-        quantize_all<quantize::Kind::kInt8ZeroPoint>(words, y);
+      if (dtype == DType::kF8E4M3) {
+        convert_all<quantize::Kind::kFp8, true>(words, y);
+      } else if (fabsf(zero_point) <= 0x1p21f) {
+        convert_all<quantize::Kind::kInt8ZeroPoint, true>(words, y);
       } else {
-        quantize_all<quantize::Kind::kFp8>(words, y);
+        convert_all<quantize::Kind::kInt8ZeroPoint, false>(words, y);
       }
       Out out;
       memcpy(&out, words, sizeof(Out));
@@ -116,20 +120,19 @@ struct FullOutput {
         return;
       case Activation::kClamp:  // NaN stays
         return each([&](float x) { return x < low ? low : x > high ? high : x; });
-      case Activation::kGelu:
-        return each(gelu);
-      case Activation::kSilu:
-        return each(silu);
+      default: {
+        constexpr float kLog2e = 1.4426950408889634f;
+        constexpr float kOnce = -2.302208198144325f, kCubed = -0.1029432395800235f;
+        bool const gelu = activation == Activation::kGelu;
+        float const once = gelu ? kOnce : -kLog2e, cubed = gelu ? kCubed : 0.0f;
+        return each([&](float x) { return logistic_product(x, once, cubed); });
+      }
     }
   }
 
-  template <quantize::Kind kind, int N>
-  __device__ void quantize_all(uint32_t* words, float const (&y)[N]) const {
-    auto const at = [&](int i) {
-      if (i >= N) return 0.0f;
-      float const quotient = scale.quick ? scale.divide_quickly<false>(y[i]) : y[i] / scale.value;
-      return quantize::shift<kind, false>(quotient, zero_point);
-    };
+  template <quantize::Kind kind, bool kBounded, int N>
+  __device__ void convert_all(uint32_t* words, float const (&quotients)[N]) const {
+    auto const at = [&](int i) { return i < N ? quantize::shift<kind, kBounded>(quotients[i], zero_point) : 0.0f; };
 #pragma unroll
     for (int i = 0; i < N; i += 4) words[i / 4] = quantize::convert<kind>(at(i), at(i + 1), at(i + 2), at(i + 3));
   }

@@ -246,6 +246,18 @@ def test_8_bit_outputs_of_odd_values(extension, gpu, out_dtype, out_scale, dtype
         assert_same(got[~nan], want[~nan], words)
 
 
+@pytest.mark.parametrize("zero_point", [2**21, -(2**21), 2**21 + 1, -(2**21) - 1, -(2**30)])
+def test_large_zero_points_of_int8_outputs(extension, gpu, zero_point):
+    """Up to 2^21 quotients are rounded by adding to them, which is wrong from 2^22 on."""
+    steps = np.concatenate([np.arange(-300, 300, 0.5) - zero_point, [2**22 + 1, -(2**22) - 1, 3e9, -3e9, *[0] * 12]])
+    y = (steps * OUT_SCALE).astype(np.float32) + 0  # a bias of -0 does not show beside sums of +0
+    a, b = np.zeros((1, 2, 16), np.int8), np.zeros((1, len(y), 16), np.int8)
+    vectors = {"bias": y[None], "out_scale": np.full((1, 1), OUT_SCALE), "out_zero_point": np.int32([[zero_point]])}
+    want = np.broadcast_to(rounded(y, vectors, np.int8), (2, len(y)))
+    for words in choices(extension, gpu, 2, len(y), 16, np.int8, np.int8):
+        assert_same(call(a, b, vectors, np.int8)[0], want, words)
+
+
 def test_plain_products_keep_their_kernels(extension, gpu):
     """And those with the full epilogue take no others."""
     for out_dtype in ("bfloat16", "float32"):
