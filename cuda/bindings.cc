@@ -1,5 +1,6 @@
 // The extension module: the FFI handlers for XLA, and the host functions that Python's explain and tune need.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -274,23 +275,23 @@ void bind_block_quantized_mm(nb::module_& m) {
 
 void bind_conv(nb::module_& m) {
   nb::class_<Conv>(m, "ConvProblem", "A convolution, and the kernel that can compute it.")
-      .def(nb::new_([](int batch, int images, int pixels_of_image, int m, int k, int channels, int n, int groups,
-                       std::string const& out) {
+      .def(nb::new_([](int batch, int images, int channels, int n, int groups, Sizes image, Sizes taps, Sizes pixels,
+                       Sizes strides, Sizes before, Sizes dilation, std::string const& out) {
              Conv problem{};
              problem.batch = batch;
-             problem.images = images;
-             problem.image = {1, 1, pixels_of_image};
-             problem.channels = channels;
-             problem.n = n;
-             problem.groups = groups;
-             problem.m = m;
-             problem.k = k;
+             problem.images = images, problem.channels = channels, problem.n = n, problem.groups = groups;
+             problem.image = image, problem.taps = taps, problem.pixels = pixels;
+             problem.strides = strides, problem.before = before, problem.dilation = dilation;
+             problem.m = images * pixels[0] * pixels[1] * pixels[2];
+             problem.k = taps[0] * taps[1] * taps[2] * channels;
              problem.out_dtype = dtype(out);
              return problem;
            }),
-           nb::arg("batch"), nb::arg("images"), nb::arg("pixels_of_image"), nb::arg("m"), nb::arg("k"),
-           nb::arg("channels"), nb::arg("n"), nb::arg("groups"), nb::arg("out_dtype"),
-           "Of the result's pixels m, values in a window k, channels of a group and output channels n.")
+           nb::arg("batch"), nb::arg("images"), nb::arg("channels"), nb::arg("n"), nb::arg("groups"), nb::arg("image"),
+           nb::arg("taps"), nb::arg("pixels"), nb::arg("strides"), nb::arg("before"), nb::arg("dilation"),
+           nb::arg("out_dtype"),
+           "Of channels of a group and output channels n. The others are of three axes: sizes of the image, the window "
+           "and the result, strides, padding before the image, and dilation of the window.")
       .def(
           "select",
           [](Conv const& p, Gpu const& gpu) -> std::optional<std::string> {

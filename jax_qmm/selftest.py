@@ -302,7 +302,8 @@ def check_conv(kernels, gpu, channels: int, groups: int, out: int) -> Iterator[R
         "scale_rhs": jnp.asarray(rng.uniform(0.5, 2, out).astype("f")),
     }
     window = Window(STRIDES, PADDING, (1, 1), DILATION, groups)
-    m = CONV_IMAGES * math.prod(window.out_shape(CONV_IMAGE, TAPS))
+    image, taps, pixels = ((1, *sizes) for sizes in (CONV_IMAGE, TAPS, window.out_shape(CONV_IMAGE, TAPS)))
+    moves = (1, *STRIDES), (0, *(before for before, _ in PADDING)), (1, *DILATION)
     for dtype in CONV_OUTPUTS:
         output = (
             {"out_scale": jnp.float32(3000), "out_zero_point": jnp.int32(OUT_ZERO_POINT)} if dtype == "int8" else {}
@@ -315,7 +316,7 @@ def check_conv(kernels, gpu, channels: int, groups: int, out: int) -> Iterator[R
             on_cpu = jax.device_put((lhs, rhs, given), jax.devices("cpu")[0])
             want = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))(*on_cpu)
         run = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params))
-        problem = (1, CONV_IMAGES, math.prod(CONV_IMAGE), m, math.prod(TAPS) * channels, channels, out, groups, dtype)
+        problem = (1, CONV_IMAGES, channels, out, groups, image, taps, pixels, *moves, dtype)
         for words in kernels.ConvProblem(*problem).choices(gpu):
             kernels.restrict_conv(words)
             try:

@@ -212,11 +212,15 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
 }
 
 template <int kWords>
+bool serves(Conv const& p) {
+  return p.is_depthwise() && (reinterpret_cast<uintptr_t>(p.a) | uintptr_t(p.n)) % (4 * kWords) == 0;
+}
+
+template <int kWords>
 Instance instance() {
-  Instance i{};
-  i.depthwise_channels = 4 * kWords;
-  i.shared_bytes = Shared::bytes(Conv::kMostTaps, kMostChannels);
-  i.prepare = prepare<kWords>, i.launch = launch<kWords>;
+  Instance i{"sm80 depthwise " + std::to_string(4 * kWords) + " channels int8", serves<kWords>, prepare<kWords>,
+             launch<kWords>, Shared::bytes(Conv::kMostTaps, kMostChannels)};
+  i.is_depthwise = true;
   return i;
 }
 

@@ -148,9 +148,14 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
   return jax_qmm::launch(submit, shape, conv_kernel<C>, params);
 }
 
+bool serves(Conv const& p) { return !p.is_depthwise(); }
+
 template <class C>
 Instance instance() {
-  return {0, C::kTileM, C::kTileN, C::kTileK, C::kThreads, C::kBlocksPerSm, C::kSharedBytes, prepare<C>, launch<C>};
+  Instance i{"sm80 implicit GEMM " + words_of_tile(C::kTileM, C::kTileN, C::kTileK) + " int8", serves, prepare<C>,
+             launch<C>, C::kSharedBytes};
+  i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.tile_k = C::kTileK, i.blocks_per_sm = C::kBlocksPerSm;
+  return i;
 }
 
 }  // namespace

@@ -8,15 +8,26 @@
 namespace jax_qmm::conv {
 
 struct Instance {
-  int depthwise_channels;  // of a thread, in kernels for convolutions of each channel by itself; 0 in others
-  int tile_m, tile_n, tile_k, threads, blocks_per_sm;
-  int shared_bytes;
+  std::string words;
+  bool (*serves)(Conv const&);
   cudaError_t (*prepare)(bool& fits);
   cudaError_t (*launch)(Conv const&, Submit const&);
+  int shared_bytes = 0;
+  bool is_depthwise = false;
+  // Of implicit GEMMs.
+  int tile_m = 0, tile_n = 0, tile_k = 0, blocks_per_sm = 0;
+  bool wgmma = false;        // of Hopper alone
+  int share = 1, parts = 1;  // blocks of a cluster that share weights, or K
 };
+
+inline std::string words_of_tile(int m, int n, int k) {
+  return std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
+}
 
 // In a source for each.
 void add_implicit_gemm(std::vector<Instance>& to);
 void add_depthwise(std::vector<Instance>& to);
+void add_depthwise_3x3(std::vector<Instance>& to);
+void add_wgmma(std::vector<Instance>& to);
 
 }  // namespace jax_qmm::conv

@@ -15,7 +15,11 @@ std::vector<Instance> const& instances() {
   static std::vector<Instance> const all = [] {
     std::vector<Instance> found;
     add_implicit_gemm(found);
+    add_depthwise_3x3(found);
     add_depthwise(found);
+#ifdef JAX_QMM_SM90
+    add_wgmma(found);
+#endif
     return found;
   }();
   return all;
@@ -26,12 +30,27 @@ std::string& wanted() {
   return words;
 }
 
-bool fits(Instance const& i, Gpu const& gpu) { return i.shared_bytes <= gpu.shared_memory; }
+bool fits(Instance const& i, Gpu const& gpu) {
+  return i.shared_bytes <= gpu.shared_memory && (!i.wgmma || gpu.arch == 90);
+}
 
-bool serves(Instance const& i, Conv const& p) {
-  if (i.depthwise_channels == 0) return !p.is_depthwise();
-  uintptr_t const address = reinterpret_cast<uintptr_t>(p.a);
-  return p.is_depthwise() && (address | uintptr_t(p.n)) % i.depthwise_channels == 0;
+// As below, of Hopper's kernels.
+double estimate_wgmma(Instance const& i, Conv const& p, Gpu const& gpu) {
+  constexpr double kLaunch = 2000, kBlock = 2500;  // cycles of all blocks, and of each beside its stages
+  constexpr double kL2 = 40;                       // bytes of L2 that an SM gets in a cycle
+  constexpr double kStage = 250;                   // cycles that a stage takes at least
+  constexpr double kRate = 0.8;                    // of the peak
+  constexpr double kOutput = 0.3, kSend = 0.3;     // cycles for an output, and to send a sum to another block
+  double const outputs = double(i.tile_m) * i.tile_n;
+  double const clusters = double(ceil_div(p.m, i.tile_m * i.share)) * double(ceil_div(p.n / p.groups, i.tile_n));
+  double const blocks = clusters * i.share * i.parts * p.groups * p.batch;
+  double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(blocks / gpu.sm_count));
+  double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
+  double const stages = double(ceil_div(ceil_div(p.channels, i.tile_k) * p.taps[1] * p.taps[2], i.parts));
+  double const multiplying = outputs * i.tile_k * 2 / (kRate * gpu.peak / gpu.sm_count / gpu.clock);
+  double const busy = std::max(multiplying, (i.tile_m + double(i.tile_n) / i.share) * i.tile_k / kL2);
+  double const alone = kBlock + stages * std::max(kStage, busy) + outputs * (kOutput + (i.parts > 1 ? kSend : 0));
+  return (kLaunch + waves * std::max(alone, on_sm * (stages * busy + outputs * kOutput))) / gpu.clock;
 }
 
 // Seconds, as predicted from the description of the GPU and cycles that were fitted to 16 times on an H100: the four
@@ -44,9 +63,10 @@ double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
   double const image_bytes = double(p.image[0]) * p.image[1] * p.image[2] * p.channels * p.groups;
   double const out_bytes = double(p.m) * p.n * bytes_of(p.out_dtype);
   double const from_memory = p.batch * (p.images * image_bytes + double(p.n) * p.k + out_bytes) / gpu.copy_rate;
-  if (i.depthwise_channels != 0) return from_memory;  // the table has those with more channels first
+  if (i.is_depthwise) return from_memory;  // the table has the faster ones first
   double const of_group = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n / p.groups, i.tile_n));
   double const tiles = of_group * p.groups * p.batch;
+  if (i.wgmma) return std::max(estimate_wgmma(i, p, gpu), from_memory);
   double const waves = std::ceil(tiles / (gpu.sm_count * i.blocks_per_sm));
   double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(tiles / gpu.sm_count));
   double const outputs = double(i.tile_m) * i.tile_n, stages = double(ceil_div(p.k, i.tile_k)), k = stages * i.tile_k;
@@ -65,8 +85,8 @@ std::vector<int> conv_choices(Conv const& p, Gpu const& gpu) {
   std::vector<int> found;
   if (compiled_for(gpu.arch) < Conv::kOldest) return found;
   for (int i = 0; i < int(instances().size()); ++i) {
-    bool const is_wanted = describe_conv(i).find(wanted()) != std::string::npos;
-    if (is_wanted && fits(instances()[i], gpu) && serves(instances()[i], p)) found.push_back(i);
+    bool const is_wanted = instances()[i].words.find(wanted()) != std::string::npos;
+    if (is_wanted && fits(instances()[i], gpu) && instances()[i].serves(p)) found.push_back(i);
   }
   return found;
 }
@@ -83,12 +103,7 @@ std::optional<int> select_conv(Conv const& p, Gpu const& gpu) {
 
 void restrict_conv(std::string words) { wanted() = std::move(words); }
 
-std::string describe_conv(int instance) {
-  Instance const& i = instances().at(instance);
-  if (i.depthwise_channels != 0) return "sm80 depthwise " + std::to_string(i.depthwise_channels) + " channels int8";
-  return "sm80 implicit GEMM " + std::to_string(i.tile_m) + "x" + std::to_string(i.tile_n) + "x" +
-         std::to_string(i.tile_k) + " int8";
-}
+std::string describe_conv(int instance) { return instances().at(instance).words; }
 
 cudaError_t prepare_conv() {
   static OncePerDevice once;

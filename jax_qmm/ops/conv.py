@@ -70,20 +70,22 @@ def _abstract_eval(*operands, num_batch, window, out_dtype, **params):
 
 def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype):
     shape = _out_shape((lhs, rhs, *vectors), num_batch, window)
-    rank = len(window.strides)
-    labels = [label.replace("s", "s" * rank).replace("k", "k" * rank) for label in _labels(names)]
+    labels = [
+        label.replace("s", "s" * len(window.strides)).replace("k", "k" * len(window.strides))
+        for label in _labels(names)
+    ]
     lhs, rhs, *vectors = matmul_form.fold([lhs, rhs, *vectors], labels, num_batch)
     vectors = _with_sums(lhs, rhs, dict(zip(names, vectors)), window)
     if (padded := _padded(rhs.shape[1:], window)) != rhs.shape[-1]:
         lhs, rhs = _pad_groups(lhs, window.groups, padded), _pad_groups(rhs, 1, padded)
-    three = lambda sizes, other=1: (*(other,) * (_SPATIAL - rank), *sizes)
-    in_three = lambda x: x.reshape(*x.shape[:2], *three(x.shape[2:-1]), x.shape[-1])
-    result = (math.prod(shape[:num_batch]), shape[num_batch], *three(shape[num_batch + 1 : -1]), shape[-1])
+    in_three = lambda x: x.reshape(*x.shape[:2], *_three(x.shape[2:-1]), x.shape[-1])
+    result = (math.prod(shape[:num_batch]), shape[num_batch], *_three(shape[num_batch + 1 : -1]), shape[-1])
+    strides, before, dilation = (np.array(sizes, np.int32) for sizes in _in_three(window))
     out = jax.ffi.ffi_call("jax_qmm_conv", jax.ShapeDtypeStruct(result, out_dtype))(
         *(in_three(lhs), in_three(rhs), *vectors.values()),
-        strides=np.array(three(window.strides), np.int32),
-        before=np.array(three([before for before, _ in window.padding], 0), np.int32),
-        dilation=np.array(three(window.rhs_dilation), np.int32),
+        strides=strides,
+        before=before,
+        dilation=dilation,
         groups=np.int32(window.groups),
         names=" ".join(vectors),
         activation=activation.name,
@@ -97,6 +99,16 @@ _SPATIAL = 3  # axes that kernels have
 _ALIGNED = 4  # channels: kernels copy 4 bytes at least
 _MOST_TAPS, _MOST_GROUPS = 256, 65535  # as cuda/conv/conv.h has them
 _OLDEST = 80  # compute capability 8.0, the first that they were tested for
+
+
+def _three(sizes, other=1):
+    """Of so many axes as kernels have, of which a convolution may have the last ones alone."""
+    return (*(other,) * (_SPATIAL - len(sizes)), *sizes)
+
+
+def _in_three(window):
+    """The strides, the padding before the image, and the dilation of a window, as kernels have them."""
+    return _three(window.strides), _three([before for before, _ in window.padding], 0), _three(window.rhs_dilation)
 
 
 def _padded(rhs, window):
@@ -184,10 +196,10 @@ def _choice(operands, results, *, names, num_batch, window, out_dtype, **params)
     if not all(isinstance(size, int) for size in shape):
         return "kernel, chosen at run time: the shapes are symbolic"
     padded = _padded(rhs, window)
-    pixels_of_image = math.prod(operands[0].shape[num_batch + 1 : -1])
-    m, k = math.prod(shape[num_batch:-1]), math.prod(taps) * padded
-    sizes = math.prod(shape[:num_batch]), shape[num_batch], pixels_of_image, m, k, padded, shape[-1], window.groups
-    words = [_extension.describe_conv((*sizes, str(out_dtype)))]
+    axes = slice(num_batch + 1, -1)
+    sizes = _three(operands[0].shape[axes]), _three(taps), _three(shape[axes]), *_in_three(window)
+    images = math.prod(shape[:num_batch]), shape[num_batch]
+    words = [_extension.describe_conv((*images, padded, shape[-1], window.groups, *sizes, str(out_dtype)))]
     words += [f"channels padded to {padded} at each call"] if padded != channels else []
     words += ["sums of windows by XLA"] if "zero_point_rhs" in names else []
     return ", ".join(words)

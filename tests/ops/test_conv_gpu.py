@@ -14,7 +14,15 @@ from jax_qmm import QArray, _extension
 pytestmark = pytest.mark.gpu
 
 F32, BF16, F16, F8 = np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
-TILES = ("64x64x64", "64x64x128", "128x64x64", "128x128x64")
+PORTABLE = tuple(f"sm80 implicit GEMM {tile} int8" for tile in ("64x64x64", "64x64x128", "128x64x64", "128x128x64"))
+# Of Hopper: each swizzle, weights that two blocks share, K split over blocks, the widest tile and the highest.
+HOPPER = tuple(
+    f"sm90 wgmma implicit GEMM {tile} int8"
+    for tile in (
+        *("128x64x64", "128x64x128 cluster 2", "128x64x128 split-K 4", "128x128x128 split-K 8"),
+        *("128x160x64 cluster 2", "128x256x128", "256x128x128 cluster 2"),
+    )
+)
 SAME = ((1, 1), (1, 1))
 
 # Windows of every kind, with few values in a stage of K and more than one, and tiles that begin and end within images.
@@ -44,7 +52,8 @@ CASES = {
     "two outputs of each channel": case((7, 6), (3, 2), (1, 2), padding=SAME, channels=1, out=2, groups=5),
 }
 
-# Each channel by itself, 4 or 16 at a time, in part of a block's threads, in all, and in those of two blocks.
+# Each channel by itself, 4 or 16 at a time, in part of a block's threads, in all, and in those of two blocks. Most
+# windows of 3x3 have a kernel of their own, whose threads have part of a row, or a row that ends within them.
 DEPTHWISE = {
     "4 channels": case((9, 7), (3, 3), padding=SAME, channels=1, out=1, groups=4, images=3),
     "20 channels": case((9, 7), (3, 3), (2, 1), ((0, 1), (2, -1)), channels=1, out=1, groups=20, images=3),
@@ -53,16 +62,33 @@ DEPTHWISE = {
     "132 channels": case((6, 5), (1, 2), channels=1, out=1, groups=132),
     "one axis": case((30,), (4,), padding=((3, 0),), channels=1, out=1, groups=16),
     "three axes": case((4, 5, 6), (2, 3, 2), (1, 2, 1), ((1, 0), (0, 2), (1, 1)), channels=1, out=1, groups=16),
+    "3x3, stride 2": case((9, 12), (3, 3), (2, 2), ((0, 1), (1, 0)), channels=1, out=1, groups=20, images=3),
+    "3x3, stride 2, long rows": case((4, 45), (3, 3), (2, 2), padding=SAME, channels=1, out=1, groups=8),
+    "3x3, long rows": case((5, 31), (3, 3), padding=((2, 0), (3, 4)), channels=1, out=1, groups=8, images=1),
+    "3x3, cut": case((8, 9), (3, 3), padding=((-1, 0), (-2, -1)), channels=1, out=1, groups=4),
+    "3x3, dilation": case((8, 9), (3, 3), padding=SAME, rhs_dilation=(2, 2), channels=1, out=1, groups=16),
     "256 taps": case((9, 9), (16, 16), padding=((8, 8), (9, 9)), channels=1, out=1, groups=4),
 }
 
 
-@pytest.fixture(params=TILES)
+def id_of(words):
+    return words.replace("sm80 ", "").replace("sm90 ", "").replace("implicit GEMM ", "").replace(" int8", "")
+
+
+@pytest.fixture(params=PORTABLE + HOPPER, ids=id_of)
 def tile(request, extension):
-    """Has every convolution take a kernel of this tile."""
-    extension.restrict_conv(f" {request.param} ")
+    """Has every convolution take this kernel."""
+    if request.param in HOPPER and _extension.gpu().arch != 90:
+        pytest.skip("Hopper's kernels")
+    extension.restrict_conv(request.param)
     yield request.param
     extension.restrict_conv("")
+
+
+def of_hopper(c, tile):
+    """Whether Hopper's kernels serve a case: up to two spatial axes, channels in 16s, and steps for each part of K."""
+    taps, parts = int(np.prod(c.taps)), int(tile.split("split-K ")[1][0]) if "split-K" in tile else 1
+    return len(c.taps) <= 2 and c.channels % 16 == 0 and taps * -(-c.channels // 128) >= parts
 
 
 def along_first(vector, ndim):
@@ -87,7 +113,8 @@ def operands(c, zero_l=None, zero_r=None, of_image=True, of_channel=True, seed=0
 def check(on_reference, c, lhs, rhs, bias=None, tile=None, kernel="implicit GEMM", **options):
     f = lambda lhs, rhs, bias: jax_qmm.conv_general_dilated(lhs, rhs, **c.keywords(), bias=bias, **options)
     (row,) = jax_qmm.explain(f, lhs, rhs, bias).rows
-    assert kernel in row.runs_on and (tile is None or f" {tile} " in row.runs_on), row.runs_on
+    words = f" {tile.partition(' ')[2]} " if tile else kernel  # without the architecture, which is shown as compiled
+    assert words in row.runs_on, row.runs_on
     got, want = jax.device_get(jax.jit(f)(lhs, rhs, bias)), jax.device_get(on_reference(f, lhs, rhs, bias))
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
@@ -103,6 +130,8 @@ def shifted(q):
 @pytest.mark.parametrize("zero_points", [(None, None), ("each", "each")], ids=["symmetric", "zero points"])
 def test_sums(on_reference, tile, name, zero_points):
     c = CASES[name]
+    if tile in HOPPER and not of_hopper(c, tile):
+        pytest.skip("TMA's im2col mode has no such windows, or too little K to split")
     lhs, rhs = operands(c, *zero_points)
     got = check(on_reference, c, lhs, rhs, tile=tile, out_dtype=jnp.int32)
     np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
@@ -113,7 +142,8 @@ def test_sums(on_reference, tile, name, zero_points):
 def test_sums_of_each_channel(on_reference, name, zero_points):
     c = DEPTHWISE[name]
     lhs, rhs = operands(c, *zero_points)
-    words = f"depthwise {16 if c.groups % 16 == 0 else 4} channels"
+    own = c.taps == (3, 3) and c.strides in ((1, 1), (2, 2)) and c.rhs_dilation == (1, 1)
+    words = "depthwise 3x3" if own else f"depthwise {16 if c.groups % 16 == 0 else 4} channels"
     got = check(on_reference, c, lhs, rhs, kernel=words, out_dtype=jnp.int32)
     np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
 
@@ -149,7 +179,7 @@ def test_extremes(on_reference, tile, value, zero_point):
 @pytest.mark.parametrize("out", [16, 19])
 def test_outputs(on_reference, tile, out, activation, out_dtype):
     """With rows of the output that begin at whole stores and others."""
-    c = case((6, 5), (2, 3), padding=SAME, channels=32, out=out)
+    c = case((6, 5), (3, 3), padding=SAME, channels=32, out=out)
     lhs, rhs = operands(c, "each")
     output = dict(out_scale=0.05) if out_dtype in (np.int8, F8) else {}
     output |= dict(out_zero_point=-7) if out_dtype == np.int8 else {}
@@ -167,8 +197,9 @@ def test_groups_end_within_whole_stores(on_reference, tile, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
 @pytest.mark.parametrize("groups", [20, 32])
-def test_outputs_of_each_channel(on_reference, groups, out_dtype):
-    c = case((6, 5), (3, 3), padding=SAME, channels=1, out=1, groups=groups, images=3)
+@pytest.mark.parametrize("strides", [(1, 1), (2, 2), (1, 2)], ids=str)
+def test_outputs_of_each_channel(on_reference, strides, groups, out_dtype):
+    c = case((6, 5), (3, 3), strides, padding=SAME, channels=1, out=1, groups=groups, images=3)
     output = dict(out_scale=0.05) if out_dtype in (np.int8, F8) else {}
     output |= dict(out_zero_point=-7) if out_dtype == np.int8 else {}
     bias = jnp.asarray(np.linspace(-1, 1, groups, dtype=F32))

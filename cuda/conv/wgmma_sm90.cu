@@ -1,0 +1,467 @@
+// The implicit GEMM by Hopper's warpgroup-level tensor cores. TMA knows images: its im2col mode brings the pixels that
+// the tile's windows have at one tap, some channels of each, and zeros for those outside. Weights are boxes of some
+// channels at one tap. K is taps, then channels; what a box has beyond the channels of a group meets zeros there.
+//
+//   warps                        role
+//   0 ... kMathWarps - 1         two warpgroups: multiply; then they write the results
+//   kMathWarps                   loads images and weights by TMA
+//   kMathWarps + 1               where images have zero points: writes them over the zeros of pixels outside; then
+//                                copies the epilogue's terms to shared memory
+//
+//   mbarrier        arrivals of a phase                       who waits
+//   full[stage]     1 and the bytes of what TMA brings        math warps, or the one of the borders
+//   bordered[stage] the warp of the borders                   math warps, where images have zero points
+//   empty[stage]    kMathWarps of each block that shares      load warp, from the second turn on
+//                   the weights
+//   met             all warps: what the stages had is done    math warps (one phase)
+//   added           kMathWarps, 1 for the expected bytes,     math warps: the sums of all parts of K are there (one
+//                   and the bytes of the parts' sums          phase)
+//
+// The blocks of a cluster share weights, of which each loads some rows for all of them, or they share K: then each adds
+// up some pixels from all parts. Stages of the last turn are not released, as blocks that are done may have exited.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#include <algorithm>
+
+#include "conv/instances.h"
+#include "conv/window.cuh"
+#include "core/launch.cuh"
+#include "core/prepare.h"
+#include "cute/arch/cluster_sm90.hpp"
+#include "cute/arch/mma_sm90.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/cuda_host_adapter.hpp"
+#include "scaled_mm/epilogue.cuh"
+
+namespace jax_qmm::conv {
+namespace {
+
+constexpr int kMathWarps = 8, kMathThreads = 32 * kMathWarps, kThreads = kMathThreads + 64;
+
+template <int TileM, int TileN, int TileK, int BlocksPerSm>
+struct Config {
+  static constexpr int kTileM = TileM, kTileN = TileN, kTileK = TileK, kBlocksPerSm = BlocksPerSm;
+  using Mma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<int8_t, int8_t, int32_t, cute::Shape<cute::_64, cute::Int<TileN>, cute::_32>>(),
+      cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
+  using Atom =
+      std::conditional_t<TileK == 128, cute::GMMA::Layout_K_SW128_Atom<int8_t>, cute::GMMA::Layout_K_SW64_Atom<int8_t>>;
+  static constexpr CUtensorMapSwizzle kSwizzle = TileK == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  static_assert(TileK == 64 || TileK == 128, "a row of a stage is the span of TMA's swizzle");
+
+  static constexpr int kBytesA = TileM * TileK, kBytesB = TileN * TileK, kPitch = TileN + 8;
+  static constexpr int kTermsBytes = (TileM + TileN) * sizeof(Terms<true, Value>);
+  static constexpr int kStages = std::min(12, (227 * 1024 / BlocksPerSm - 1024 - kTermsBytes) / (kBytesA + kBytesB));
+  struct Shared {
+    alignas(1024) uint8_t a[kStages][kBytesA];
+    alignas(1024) uint8_t b[kStages][kBytesB];
+    Terms<true, Value> rows[TileM], columns[TileN];
+    uint64_t full[kStages], bordered[kStages], empty[kStages], met, added;
+  };
+  static_assert(kStages >= 3);
+  static_assert((TileM + 7) * kPitch * 4 <= kStages * (kBytesA + kBytesB), "sums take the place of the stages");
+};
+
+struct Params {
+  void* out;
+  int64_t out_batch_stride;
+  Window window;
+  int m, n, columns_of_group, groups;
+  int channels, chunks, taps, taps_x;  // channels of a group, which are so many boxes
+  int images;
+  bool images_batched, weights_batched;  // or the same for the whole batch
+  bool stores_whole;                     // whether rows of the output start at whole stores
+  int share;                             // blocks of a cluster that share weights
+  int clusters_m, tiles_n;
+  EpilogueArgs<true> epilogue;
+};
+
+__device__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(kMathThreads) : "memory"); }
+
+// Without a release: see one_tile_sm90.cu.
+__device__ void sync_cluster() {
+  cute::cluster_arrive_relaxed();
+  cute::cluster_wait();
+}
+
+// Writes the zero points over the pixels outside of the image, which TMA left zeros, in each stage.
+template <class C>
+__device__ void write_borders(Params const& p, typename C::Shared& shared, int first_m, int l, int begin, int end) {
+  constexpr int kRows = C::kTileM / 32, kPieces = C::kTileK / 16;
+  int const lane = threadIdx.x % 32;
+  int corner[kRows][kSpatial];
+  uint32_t zeros[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    int const m = min(first_m + lane + i * 32, p.m - 1);
+    zeros[i] = 0x01010101 * uint8_t(p.epilogue.azp.load(l, p.window.corner_of(m, corner[i])));
+  }
+  int tap = begin / p.chunks, chunk = begin % p.chunks;
+  for (int i = begin, stage = 0, phase = 0; i < end; ++i) {
+    int const y = tap / p.taps_x * p.window.dilation[1], x = tap % p.taps_x * p.window.dilation[2];
+    cutlass::arch::ClusterTransactionBarrier::wait(&shared.full[stage], phase);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      unsigned byte;
+      if (p.window.finds(0, corner[j][1] + y, corner[j][2] + x, byte)) continue;
+      auto* const row = reinterpret_cast<uint4*>(shared.a[stage] + (lane + j * 32) * C::kTileK);
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        row[(piece + lane) % kPieces] = make_uint4(zeros[j], zeros[j], zeros[j], zeros[j]);
+      }
+    }
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (cute::elect_one_sync()) cutlass::arch::ClusterBarrier::arrive(&shared.bordered[stage]);
+    if (++stage == C::kStages) stage = 0, phase ^= 1;
+    if (++chunk == p.chunks) chunk = 0, ++tap;
+  }
+}
+
+// Adds up what all parts of K sent of some rows of the tile, applies the terms, and writes them.
+template <class C, class Bits>
+__device__ void write_rows(Params const& p, FullOutput const& output, typename C::Shared const& shared,
+                           int32_t const* partial, int parts, int rows_of_part, int first_row, int rows, int l,
+                           int first_m, int first_n, int end_n) {
+  constexpr int kEach = 4, kAcross = C::kTileN / kEach, kDown = kMathThreads / kAcross;
+  int const column = threadIdx.x % kAcross * kEach, n = first_n + column;
+  if (threadIdx.x >= kAcross * kDown || n >= end_n) return;
+  Terms<true, Value> of_columns[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) of_columns[j] = shared.columns[column + j];
+  Bits* to = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + n;
+#pragma unroll 2
+  for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
+    int32_t sums[kEach] = {};
+    float values[kEach];
+#pragma unroll 1
+    for (int part = 0; part < parts; ++part) {
+      int4 const more = *reinterpret_cast<int4 const*>(&partial[(part * rows_of_part + row) * C::kPitch + column]);
+      sums[0] = add(sums[0], more.x), sums[1] = add(sums[1], more.y);
+      sums[2] = add(sums[2], more.z), sums[3] = add(sums[3], more.w);
+    }
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      auto const pick = [](auto const& arg, auto of_row, auto of_column) { return arg.kOfRow ? of_row : of_column; };
+      auto const terms = map_terms<Value>(pick, p.epilogue, shared.rows[first_row + row], of_columns[j]);
+      sums[j] = subtract_zero_points(sums[j], terms);
+      values[j] = scale(sums[j], terms);
+    }
+    Bits* const at = to + int64_t(row) * p.n;
+    struct alignas(kEach * sizeof(Bits)) Whole {
+      Bits bits[kEach];
+    };
+    if (p.stores_whole) {
+      *reinterpret_cast<Whole*>(at) = output.template round<Whole, kEach>(values, sums);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        if (n + j < end_n) at[j] = output.template round_one<Bits>(values[j], sums[j]);
+      }
+    }
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
+    wgmma_conv_kernel(Params const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_a,
+                      CUTE_GRID_CONSTANT CUtensorMap const boxes_b) {
+  using namespace cute;
+  using Full = cutlass::arch::ClusterTransactionBarrier;
+  using Empty = cutlass::arch::ClusterBarrier;
+  constexpr int kStages = C::kStages, kTileM = C::kTileM, kTileN = C::kTileN, kTileK = C::kTileK;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
+  auto* const partial = reinterpret_cast<int32_t*>(memory);  // [parts][rows of one][kPitch], when all is multiplied
+
+  // Blocks that have the same pixels are neighbours.
+  int const share = p.share, rank = blockIdx.x % share, cluster = blockIdx.x / share, group = blockIdx.z;
+  int const tile_n = cluster % p.tiles_n, of_m = cluster / p.tiles_n;
+  int const first_m = (of_m % p.clusters_m * share + rank) * kTileM, l = of_m / p.clusters_m;
+  int const first_n = group * p.columns_of_group + tile_n * kTileN, end_n = (group + 1) * p.columns_of_group;
+  int const parts = gridDim.y, part = blockIdx.y, steps = p.taps * p.chunks;
+  int const begin = steps * part / parts, end = steps * (part + 1) / parts;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  bool const has_borders = p.epilogue.azp.data != nullptr;
+
+  if (warp == kMathWarps && elect_one_sync()) {
+    prefetch_tma_descriptor(&boxes_a);
+    prefetch_tma_descriptor(&boxes_b);
+    for (int s = 0; s < kStages; ++s) {
+      Full::init(&shared.full[s], 1);
+      Full::init(&shared.bordered[s], 1);
+      Empty::init(&shared.empty[s], share * kMathWarps);
+    }
+    Full::init(&shared.met, kThreads / 32);
+    Full::init(&shared.added, kMathWarps + 1);
+    cutlass::arch::fence_barrier_init();
+  }
+  if (share > 1) {
+    sync_cluster();
+  } else {
+    __syncthreads();
+  }
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  // What the stages had is not needed any more, and no more data arrive there. Other blocks write there if they add up
+  // parts of K, so that the whole cluster must be done.
+  int const rows_of_part = (kTileM + parts - 1) / parts, first_row = part * rows_of_part;
+  int const tile_m = min(kTileM, p.m - first_m), rows = min(rows_of_part, tile_m - first_row);
+  auto const finish_stages = [&] {
+    __syncwarp();
+    if (elect_one_sync()) Full::arrive(&shared.met);
+    Full::wait(&shared.met, 0);
+    asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
+    if (parts > 1) {
+      if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows, 0) * kTileN * 4);
+      sync_cluster();
+    }
+  };
+  if (warp >= kMathWarps) {
+    cudaGridDependencySynchronize();
+    if (warp == kMathWarps && elect_one_sync()) {
+      int corner[kSpatial];
+      int const image = p.window.corner_of(first_m, corner) + (p.images_batched ? l * p.images : 0);
+      int const rows_b = kTileN / share, first_b = rank * rows_b, entry = p.weights_batched ? l : 0;
+      auto const normal = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
+      int tap = begin / p.chunks, chunk = begin % p.chunks;
+      for (int i = begin, stage = 0, turn = 0; i < end; ++i) {
+        uint64_t* const full = &shared.full[stage];
+        if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
+        Full::arrive_and_expect_tx(full, C::kBytesA + C::kBytesB);
+        int const y = tap / p.taps_x * p.window.dilation[1], x = tap % p.taps_x * p.window.dilation[2];
+        SM90_TMA_LOAD_IM2COL_4D::copy(&boxes_a, full, shared.a[stage], group * p.channels + chunk * kTileK, corner[2],
+                                      corner[1], image, uint16_t(x), uint16_t(y));
+        auto* const to = shared.b[stage] + first_b * kTileK;
+        if (share > 1) {
+          SM90_TMA_LOAD_MULTICAST_4D::copy(&boxes_b, full, uint16_t((1 << share) - 1), normal, to, chunk * kTileK, tap,
+                                           first_n + first_b, entry);
+        } else {
+          SM90_TMA_LOAD_4D::copy(&boxes_b, full, normal, to, chunk * kTileK, tap, first_n, entry);
+        }
+        if (++stage == kStages) stage = 0, ++turn;
+        if (++chunk == p.chunks) chunk = 0, ++tap;
+      }
+    }
+    __syncwarp();
+    if (warp > kMathWarps) {
+      if (has_borders) write_borders<C>(p, shared, first_m, l, begin, end);
+      for (int i = lane; i < tile_m; i += 32) {
+        int const m = first_m + i, image = p.window.image_of(m);
+        auto& terms = shared.rows[i];
+        terms.scale_a = p.epilogue.scale_a.load(l, image);
+        terms.azp = p.epilogue.azp.load(l, image);
+        terms.sums_a = p.epilogue.sums_a.load(l, m * p.groups + group);
+      }
+      for (int i = lane; i < min(kTileN, end_n - first_n); i += 32) {
+        p.epilogue.load_column(l, first_n + i, shared.columns[i]);
+      }
+    }
+    finish_stages();
+    return;
+  }
+
+  typename C::Mma mma;
+  auto thread = mma.get_slice(threadIdx.x);
+  auto const stages_of = [&](auto rows, uint8_t(*from)) {
+    return make_tensor(make_smem_ptr(reinterpret_cast<int8_t*>(from)),
+                       tile_to_shape(typename C::Atom{}, Shape<decltype(rows), Int<kTileK>, Int<kStages>>{}));
+  };
+  Tensor fragments_a = thread.make_fragment_A(thread.partition_A(stages_of(Int<kTileM>{}, shared.a[0])));
+  Tensor fragments_b = thread.make_fragment_B(thread.partition_B(stages_of(Int<kTileN>{}, shared.b[0])));
+  Tensor acc = partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});
+  clear(acc);
+  warpgroup_fence_operand(acc);
+  uint64_t* const ready = has_borders ? shared.bordered : shared.full;
+  int stage = 0, phase = 0, before = -1;
+#pragma unroll 1
+  for (int i = begin; i < end; ++i) {
+    Full::wait(&ready[stage], phase);
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < size<2>(fragments_a); ++k) {
+      gemm(mma, fragments_a(_, _, k, stage), fragments_b(_, _, k, stage), acc);
+    }
+    warpgroup_commit_batch();
+    warpgroup_wait<1>();
+    // What the step before had is free, if it is loaded again.
+    if (before >= 0 && i - 1 + kStages < end && lane < share) {
+      Empty::arrive(&shared.empty[before], share > 1 ? lane : part, true);  // by their rank in the cluster
+    }
+    before = stage;
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(acc);
+  finish_stages();
+
+  Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kTileM>, Int<kTileN>>{}));
+  unsigned const inverse = 0xffffffffu / rows_of_part + 1;  // of the quotient of a small number
+#pragma unroll
+  for (int i = 0; i < size(acc); i += 2) {
+    int const row = get<0>(places(i)), column = get<1>(places(i));
+    if (parts == 1) {
+      *reinterpret_cast<int2*>(&partial[row * C::kPitch + column]) = make_int2(acc(i), acc(i + 1));
+    } else if (row < tile_m) {
+      int const adder = __umulhi(row, inverse);
+      auto* const to = &partial[(part * rows_of_part + row - adder * rows_of_part) * C::kPitch + column];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        store_shared_remote(acc(i + j), cast_smem_ptr_to_uint(to + j), cast_smem_ptr_to_uint(&shared.added), adder);
+      }
+    }
+  }
+  if (parts > 1) {
+    __syncwarp();
+    if (elect_one_sync()) Full::arrive(&shared.added);
+    Full::wait(&shared.added, 0);
+    asm volatile("" ::: "memory");
+  } else {
+    sync_math();
+  }
+  cudaGridDependencySynchronize();  // the output's scale is next
+  FullOutput const output = p.epilogue.output.at(l);
+  auto const write = [&](auto bits) {
+    write_rows<C, decltype(bits)>(p, output, shared, partial, parts, rows_of_part, first_row, rows, l, first_m, first_n,
+                                  end_n);
+  };
+  switch (bytes_of(output.dtype)) {
+    case 1:
+      return write(BitsOf<1>());
+    case 2:
+      return write(BitsOf<2>());
+    default:
+      return write(BitsOf<4>());
+  }
+}
+
+// How far from the last pixel of an axis the last window begins.
+int end_of_pixels(Conv const& p, int axis) {
+  return (p.pixels[axis] - 1) * p.strides[axis] - p.before[axis] - (p.image[axis] - 1);
+}
+
+// The pixels of windows, and the channels of weights at one tap.
+template <class C>
+cudaError_t make_boxes(Conv const& p, int share, CUtensorMap& images, CUtensorMap& weights) {
+  auto const interleave = CU_TENSOR_MAP_INTERLEAVE_NONE;
+  auto const promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  auto const fill = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
+  auto const type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  cuuint64_t const x = p.image[2], y = p.image[1], all = cuuint64_t(p.channels) * p.groups;
+  cuuint64_t const count = cuuint64_t(p.images) * (p.a_batch_stride != 0 ? p.batch : 1);
+  cuuint64_t const of_images[] = {all, x, y, count}, apart_images[] = {all, all * x, all * x * y};
+  cuuint32_t const steps[] = {1, cuuint32_t(p.strides[2]), cuuint32_t(p.strides[1]), 1};
+  int const first[] = {-p.before[2], -p.before[1]};
+  int const last[] = {end_of_pixels(p, 2), end_of_pixels(p, 1)};
+  CUresult result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeIm2col)(
+      &images, type, 4, const_cast<void*>(p.a), of_images, apart_images, first, last, C::kTileK, C::kTileM, steps,
+      interleave, C::kSwizzle, promotion, fill);
+  if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
+  cuuint64_t const channels = p.channels, taps = p.taps[1] * p.taps[2], n = p.n, k = p.k;
+  cuuint64_t const of_weights[] = {channels, taps, n, p.b_batch_stride != 0 ? cuuint64_t(p.batch) : 1};
+  cuuint64_t const apart_weights[] = {channels, k, n * k};
+  cuuint32_t const box[] = {C::kTileK, 1, cuuint32_t(C::kTileN / share), 1}, ones[] = {1, 1, 1, 1};
+  result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(&weights, type, 4, const_cast<void*>(p.b),
+                                                                    of_weights, apart_weights, box, ones, interleave,
+                                                                    C::kSwizzle, promotion, fill);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// The blocks of a cluster share weights, or K.
+template <class C>
+LaunchShape shape_of(dim3 grid, int share, int parts) {
+  return {grid, kThreads, sizeof(typename C::Shared), dim3(share, parts)};
+}
+
+template <class C, int kShare, int kParts>
+cudaError_t prepare(bool& fits) {
+  return prepare_kernel(reinterpret_cast<void const*>(wgmma_conv_kernel<C>), shape_of<C>({}, kShare, kParts), fits);
+}
+
+template <class C, int kShare, int kParts>
+cudaError_t launch(Conv const& p, Submit const& submit) {
+  CUtensorMap images, weights;
+  if (cudaError_t const error = make_boxes<C>(p, kShare, images, weights)) return error;
+  int const columns = p.n / p.groups;
+  uintptr_t const bytes = bytes_of(p.out_dtype);
+  Params const params{p.out,
+                      p.out_batch_stride,
+                      Window(p),
+                      p.m,
+                      p.n,
+                      columns,
+                      p.groups,
+                      p.channels,
+                      int(ceil_div(p.channels, C::kTileK)),
+                      p.taps[1] * p.taps[2],
+                      p.taps[2],
+                      p.images,
+                      p.a_batch_stride != 0,
+                      p.b_batch_stride != 0,
+                      (reinterpret_cast<uintptr_t>(p.out) | columns * bytes) % (4 * bytes) == 0,
+                      kShare,
+                      int(ceil_div(p.m, C::kTileM * kShare)),
+                      int(ceil_div(columns, C::kTileN)),
+                      epilogue_args<true>(p)};
+  unsigned const clusters = unsigned(params.clusters_m) * params.tiles_n * unsigned(p.batch);
+  return jax_qmm::launch(submit, shape_of<C>(dim3(clusters * kShare, kParts, p.groups), kShare, kParts),
+                         wgmma_conv_kernel<C>, params, images, weights);
+}
+
+// Whether TMA's im2col mode has such images and windows, of two spatial axes, and each part of K a stage.
+template <class C, int kParts>
+bool serves(Conv const& p) {
+  uintptr_t const addresses = reinterpret_cast<uintptr_t>(p.a) | reinterpret_cast<uintptr_t>(p.b);
+  if (p.is_depthwise() || addresses % 16 != 0 || p.channels % 16 != 0) return false;
+  if (p.image[0] != 1 || p.taps[0] != 1 || p.pixels[0] != 1 || p.before[0] != 0) return false;
+  if (ceil_div(p.channels, C::kTileK) * p.taps[1] * p.taps[2] < kParts) return false;
+  for (int axis = 1; axis < kSpatial; ++axis) {
+    for (int const corner : {-p.before[axis], end_of_pixels(p, axis)}) {
+      if (corner < -128 || corner >= 128) return false;
+    }
+    bool const fits = p.image[axis] > 0 && p.strides[axis] <= 8 && (p.taps[axis] - 1) * p.dilation[axis] < 256;
+    if (!fits) return false;
+  }
+  return true;
+}
+
+template <class C, int kShare, int kParts>
+void add(std::vector<Instance>& to) {
+  std::string const cluster = kShare > 1   ? " cluster " + std::to_string(kShare)
+                              : kParts > 1 ? " split-K " + std::to_string(kParts)
+                                           : "";
+  Instance i{"sm90 wgmma implicit GEMM " + words_of_tile(C::kTileM, C::kTileN, C::kTileK) + cluster + " int8",
+             serves<C, kParts>, prepare<C, kShare, kParts>, launch<C, kShare, kParts>, int(sizeof(typename C::Shared))};
+  i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.tile_k = C::kTileK, i.blocks_per_sm = C::kBlocksPerSm;
+  i.wgmma = true, i.share = kShare, i.parts = kParts;
+  to.push_back(std::move(i));
+}
+
+template <class C>
+void add_sharing(std::vector<Instance>& to) {
+  add<C, 1, 1>(to);
+  add<C, 2, 1>(to);
+}
+
+template <class C>
+void add_split(std::vector<Instance>& to) {
+  add<C, 1, 2>(to);
+  add<C, 1, 4>(to);
+  add<C, 1, 8>(to);
+}
+
+}  // namespace
+
+void add_wgmma(std::vector<Instance>& to) {
+  add_sharing<Config<128, 64, 64, 2>>(to);
+  add_sharing<Config<128, 64, 128, 2>>(to);
+  add_split<Config<128, 64, 128, 2>>(to);
+  add_sharing<Config<128, 128, 64, 2>>(to);
+  add_sharing<Config<128, 128, 128, 2>>(to);
+  add_split<Config<128, 128, 128, 2>>(to);
+  add_sharing<Config<128, 160, 64, 1>>(to);
+  add_sharing<Config<128, 256, 128, 1>>(to);
+  add_sharing<Config<256, 128, 128, 1>>(to);
+}
+
+}  // namespace jax_qmm::conv
