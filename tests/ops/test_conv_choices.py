@@ -1,0 +1,79 @@
+"""Which kernels serve a convolution, as the extension says of an H200 or the GPU that is there."""
+
+import pytest
+
+CASE = dict(
+    batch=1,
+    images=8,
+    channels=64,
+    n=64,
+    groups=1,
+    image=(1, 56, 56),
+    taps=(1, 3, 3),
+    pixels=(1, 56, 56),
+    strides=(1, 1, 1),
+    before=(0, 1, 1),
+    dilation=(1, 1, 1),
+    out_dtype="int8",
+)
+
+
+@pytest.fixture
+def served_by(extension, gpu):
+    """Words of all kernels that serve CASE with these changes, and those of the chosen one."""
+
+    def choices(**changes):
+        problem = extension.ConvProblem(**CASE | changes)
+        return problem.choices(gpu), problem.select(gpu)
+
+    return choices
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        (dict(), True),
+        (dict(channels=20), False),
+        (dict(strides=(1, 8, 8), pixels=(1, 7, 7)), True),
+        (dict(strides=(1, 9, 9), pixels=(1, 6, 6)), False),
+        (dict(image=(3, 56, 56), pixels=(3, 56, 56)), False),
+        (dict(taps=(1, 1, 256), pixels=(1, 56, 256), image=(1, 56, 256), before=(0, 0, 127)), True),
+        (dict(taps=(1, 1, 257), pixels=(1, 56, 255), image=(1, 56, 256), before=(0, 0, 127)), False),
+        (dict(before=(0, 128, 1), pixels=(1, 56, 56)), True),
+        (dict(before=(0, 129, 1), pixels=(1, 56, 56)), False),
+        (dict(before=(0, -127, 1), image=(1, 300, 56), pixels=(1, 120, 56)), True),
+        (dict(before=(0, 1, 1), image=(1, 56, 56), pixels=(1, 185, 56)), False),
+    ],
+    ids=str,
+)
+def test_what_im2col_serves(served_by, gpu, changes, fits):
+    """Windows within 128 pixels of the image's borders, strides up to 8, taps up to 255 apart, whole 16 bytes."""
+    if gpu.arch != 90:
+        pytest.skip("Hopper's kernels")
+    words, _ = served_by(**changes)
+    assert any("sm90 wgmma" in each for each in words) == fits
+    assert any("sm80 implicit GEMM" in each for each in words)
+
+
+def test_k_is_split_over_no_more_parts_than_it_has_steps(served_by, gpu):
+    if gpu.arch != 90:
+        pytest.skip("Hopper's kernels")
+    words, _ = served_by(taps=(1, 1, 3), pixels=(1, 58, 56), image=(1, 56, 56), before=(0, 1, 1))
+    assert any("split-K 2" in each for each in words) and not any("split-K 4" in each for each in words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(), "depthwise 3x3"),
+        (dict(strides=(1, 2, 2), pixels=(1, 28, 28)), "depthwise 3x3"),
+        (dict(strides=(1, 1, 2), pixels=(1, 56, 28)), "depthwise 16 channels"),
+        (dict(dilation=(1, 2, 2), before=(0, 2, 2)), "depthwise 16 channels"),
+        (dict(taps=(1, 5, 5), before=(0, 2, 2)), "depthwise 16 channels"),
+        (dict(taps=(1, 5, 5), before=(0, 2, 2), n=20, groups=20), "depthwise 4 channels"),
+    ],
+    ids=str,
+)
+def test_depthwise(served_by, changes, words):
+    _, chosen = served_by(**dict(channels=1, n=64, groups=64) | changes)
+    assert chosen == f"sm80 {words} int8"
