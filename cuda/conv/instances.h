@@ -27,7 +27,6 @@ inline std::string words_of_tile(int m, int n, int k) {
 // In a source for each.
 void add_implicit_gemm(std::vector<Instance>& to);
 void add_depthwise(std::vector<Instance>& to);
-void add_depthwise_3x3(std::vector<Instance>& to);
 void add_wgmma(std::vector<Instance>& to);
 
 }  // namespace jax_qmm::conv

@@ -15,7 +15,6 @@ std::vector<Instance> const& instances() {
   static std::vector<Instance> const all = [] {
     std::vector<Instance> found;
     add_implicit_gemm(found);
-    add_depthwise_3x3(found);
     add_depthwise(found);
 #ifdef JAX_QMM_SM90
     add_wgmma(found);
@@ -63,7 +62,7 @@ double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
   double const image_bytes = double(p.image[0]) * p.image[1] * p.image[2] * p.channels * p.groups;
   double const out_bytes = double(p.m) * p.n * bytes_of(p.out_dtype);
   double const from_memory = p.batch * (p.images * image_bytes + double(p.n) * p.k + out_bytes) / gpu.copy_rate;
-  if (i.is_depthwise) return from_memory;  // the table has the faster ones first
+  if (i.is_depthwise) return from_memory;  // the table has those with more channels first
   double const of_group = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n / p.groups, i.tile_n));
   double const tiles = of_group * p.groups * p.batch;
   if (i.wgmma) return std::max(estimate_wgmma(i, p, gpu), from_memory);

@@ -214,6 +214,7 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
     asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
     if (parts > 1) {
       if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows, 0) * kTileN * 4);
+      __syncwarp();
       sync_cluster();
     }
   };

@@ -70,10 +70,8 @@ def _abstract_eval(*operands, num_batch, window, out_dtype, **params):
 
 def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype):
     shape = _out_shape((lhs, rhs, *vectors), num_batch, window)
-    labels = [
-        label.replace("s", "s" * len(window.strides)).replace("k", "k" * len(window.strides))
-        for label in _labels(names)
-    ]
+    rank = len(window.strides)
+    labels = [label.replace("s", "s" * rank).replace("k", "k" * rank) for label in _labels(names)]
     lhs, rhs, *vectors = matmul_form.fold([lhs, rhs, *vectors], labels, num_batch)
     vectors = _with_sums(lhs, rhs, dict(zip(names, vectors)), window)
     if (padded := _padded(rhs.shape[1:], window)) != rhs.shape[-1]:

@@ -66,11 +66,7 @@ TESTS = {
             *(("128x64x128 split-K 4", "channels of several stages"), ("256x128x128 cluster 2", "many pixels")),
         )
     ],
-    "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 132, 144)],
-    "depthwise 3x3": [
-        CONVS.format(f"test_sums_of_each_channel[(127, None)-{name}]")
-        for name in ("48 channels", "3x3, stride 2", "3x3, long rows")
-    ],
+    "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 144)],
     "gemm": [CHOICES.format((130, 1544, 272)), CHOICES.format((333, 392, 2064))],
 }
 
@@ -92,7 +88,7 @@ class Mutant:
 
 GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
 QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "conv/implicit_gemm.cu"
-WINDOWS, DEPTHWISE, OF_3X3 = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise", "depthwise_3x3"))
+WINDOWS, DEPTHWISE = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise"))
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 ADD_PARTS, WEIGHTS = "scaled_mm/split_k_sm80.cu", "block_scaled_mm/wgmma_sm90.cu"
 WGMMA_OF_BLOCKS = "block_quantized_mm/wgmma_sm90.cuh"
@@ -250,10 +246,6 @@ MUTANTS = [
     Mutant("depthwise: weights beyond the last tap", DEPTHWISE, "tap < p.taps && first", "first"),
     Mutant("depthwise: no barrier before what is shared is read", DEPTHWISE, "  __syncthreads();\n"),
     Mutant("depthwise: 16 channels everywhere", DEPTHWISE, "uintptr_t(p.n)) %", "0) %"),
-    Mutant("depthwise 3x3: one output too many", OF_3X3, "x + before < end_x", "x + before <= end_x"),
-    Mutant("depthwise 3x3: a row too many", OF_3X3, "first_y + r < window", "first_y + r <= window"),
-    Mutant("depthwise 3x3: a row's weights for both", OF_3X3, "word << (8 * r)", "word"),
-    Mutant("depthwise 3x3: zeros outside", OF_3X3, "r < kInputs ? outside : 0", "0"),
     Mutant("conv by wgmma: no wait for borders", WINDOWS, "has_borders ? shared.bordered : shared", "shared"),
     Mutant("conv by wgmma: borders without a fence", WINDOWS, "    cutlass::arch::fence_view_async_shared();\n"),
     Mutant(
