@@ -71,7 +71,7 @@ __device__ float to_float(uint32_t word, int i) {
 }
 
 // What is known of a block in a row: to be multiplied to the sums of products, and for the pairs.
-struct ExactTerm {
+struct alignas(8) ExactTerm {
   float scale;
   uint32_t zero;
 

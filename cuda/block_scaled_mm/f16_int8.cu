@@ -1,4 +1,4 @@
-#include "block_scaled_mm/kernel.cuh"
+#include "block_scaled_mm/add_instances.cuh"
 
 namespace jax_qmm::block_scaled {
 

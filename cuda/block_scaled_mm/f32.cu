@@ -1,6 +1,8 @@
 // Products of few rows of float32, whose products and sums are float32: no tensor cores. A lane has the weights that it
 // has for them, and its columns of x from the L1 cache.
-#include "block_scaled_mm/kernel.cuh"
+#include "block_scaled_mm/step.cuh"
+#include "core/launch.cuh"
+#include "core/prepare.h"
 
 namespace jax_qmm::block_scaled {
 namespace {

@@ -20,6 +20,7 @@ struct Instance {
   bool scale_weights = false;  // and not sums
   int share = 1;               // blocks of a cluster that load x for each other
   bool windows = false;        // on images are the rows of x
+  bool direct = false;         // of direct.cuh, for no more rows of x than its tile has
   cudaError_t (*prepare)(bool& fits) = nullptr;
   cudaError_t (*launch)(BlockScaledMm const&, int split, Submit const&) = nullptr;
 };

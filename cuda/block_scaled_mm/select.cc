@@ -42,6 +42,7 @@ bool serves(Instance const& i, BlockScaledMm const& p) {
   // Rows of x that TMA can load.
   if (i.wgmma && (p.k == 0 || p.k % 8 != 0 || reinterpret_cast<uintptr_t>(p.x) % 16 != 0)) return false;
   if (i.in != p.in || i.bits != p.bits || (p.block < p.k && p.block % i.unit != 0)) return false;
+  if (i.direct && p.m > i.tile_m) return false;
   return i.in == DType::kF32 ? p.m <= i.tile_m : i.float_zero_points == p.float_zero_points();
 }
 
@@ -148,7 +149,10 @@ int64_t workspace_of(BlockScaledMm const& p, BlockScaledMmChoice choice) {
 std::string describe_block_scaled_mm(BlockScaledMmChoice choice) {
   Instance const& i = instances().at(choice.instance);
   auto const text = [](int number) { return std::to_string(number); };
-  std::string const words = std::string(i.windows ? "windows " : "") + (i.wgmma ? "sm90 wgmma " : "sm80 ") +
+  std::string const words = std::string(i.windows ? "windows " : "") +
+                            (i.wgmma    ? "sm90 wgmma "
+                             : i.direct ? "sm80 direct "
+                                        : "sm80 ") +
                             text(i.tile_m) + "x" + text(i.rows) + "x" + text(i.step) +
                             (i.share > 1 ? " cluster " + text(i.share) : "") +
                             (choice.split > 1 ? " split-K " + text(choice.split) : "") + " int" + text(i.bits);

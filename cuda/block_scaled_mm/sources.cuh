@@ -23,8 +23,9 @@ struct Params {
   bool aligned;      // whether rows of x start at multiples of 16 bytes
   bool stores_four;  // whether four results of a row can be stored at once
   unsigned tiles_m, tiles_n;
-  int k_of_part;  // whole steps
-  float* parts;   // [parts][batch][m][n], where sums go if K is split over blocks, or null
+  int k_of_part;      // whole steps
+  int steps, stages;  // of direct.cuh: how many steps of a warp a tile has, and how many are on their way
+  float* parts;       // [parts][batch][m][n], where sums go if K is split over blocks, or null
   int64_t sums_of_part;
   VectorArg<float, false> bias;
   DType out_dtype;

@@ -35,8 +35,13 @@ BOTH_SIDES = "tests/ops/test_block_quantized_mm_gpu.py::{}"
 CONVS = "tests/ops/test_conv_gpu.py::{}"
 TESTS = {
     "block scaled": [
-        BLOCKS.format("test_rows_around_the_tiles[1-4]"),
+        BLOCKS.format("test_rows_around_the_tiles[9-4]"),
         BLOCKS.format("test_blocks_and_zero_points[16-int8-bfloat16-4]"),
+    ],
+    "direct": [
+        BLOCKS.format("TestDirect::test_steps[8-35-5200-128-int8-bfloat16-4]"),
+        BLOCKS.format("TestDirect::test_blocks_stay_for_several_tiles[1-1100-bfloat16-4]"),
+        BLOCKS.format("TestDirect::test_blocks_stay_for_several_tiles[5-777-bfloat16-4]"),
     ],
     "weights by wgmma": [
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[1-129-520-256-int8-bfloat16-4]"),
@@ -92,8 +97,8 @@ WINDOWS, DEPTHWISE = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise"))
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 ADD_PARTS, WEIGHTS = "scaled_mm/split_k_sm80.cu", "block_scaled_mm/wgmma_sm90.cu"
 WGMMA_OF_BLOCKS = "block_quantized_mm/wgmma_sm90.cuh"
-BLOCK_SCALED, BLOCK_SOURCES, DEQUANTIZE = (
-    f"block_scaled_mm/{name}.cuh" for name in ("kernel", "sources", "dequantize")
+BLOCK_SCALED, BLOCK_STEP, BLOCK_SOURCES, DEQUANTIZE, DIRECT = (
+    f"block_scaled_mm/{name}.cuh" for name in ("kernel", "step", "sources", "dequantize", "direct")
 )
 MUTANTS = [
     Mutant(
@@ -136,7 +141,7 @@ MUTANTS = [
     Mutant("block scaled: rows of x that are not there stay as they are", BLOCK_SCALED, "  x.clear(stages);\n"),
     Mutant(
         "block scaled: terms of the wrong unit",
-        BLOCK_SCALED,
+        BLOCK_STEP,
         "(threadIdx.x & 28) + unit % 4",
         "(threadIdx.x & 28) + (unit + 1) % 4",
     ),
@@ -146,6 +151,25 @@ MUTANTS = [
         "zero * 0x10001 + 0xbf00bf00",
         "(zero + 1) * 0x10001 + 0xbf00bf00",
     ),
+    Mutant("direct: waits one group too few", DIRECT, "wait_for_copies<3>();", "wait_for_copies<4>();"),
+    Mutant(
+        "direct: lanes copy over what others still read",
+        DIRECT,
+        "  __device__ void release() {\n    __syncwarp();\n",
+        "  __device__ void release() {\n",
+        noticed=False,  # loads before stores, by lanes of a warp
+    ),
+    Mutant("direct: lanes read what others have yet to wait for", DIRECT, "    }\n    __syncwarp();\n", "    }\n"),
+    Mutant("direct: sums are overwritten before they are added", DIRECT, "    if (i > 0) __syncthreads();", "   "),
+    Mutant("direct: the next tile's weights are this one's", DIRECT, "if (left_ > 0) start();", "column_ = begin_;"),
+    Mutant(
+        "direct: rows of weights beyond N",
+        DIRECT,
+        "min(first_n + 16 * i + 8 * h + lane / 4, p_.n - 1)",
+        "first_n + 16 * i + 8 * h + lane / 4",
+    ),
+    Mutant("direct: scales beyond K", DIRECT, "u == 0 || column < end_ ?", "true ?"),
+    Mutant("direct: rows of x beyond M", DIRECT, "row < p_.m; row", "row < C::kTileM; row"),
     Mutant("quantize: one chunk too many is loaded", QUANTIZE, "if (i < count) chunks", "if (i <= count) chunks"),
     Mutant("quantize: one chunk too many is stored", QUANTIZE, "if (i >= count) break;", "if (i > count) break;"),
     Mutant("quantize: one row too many", QUANTIZE, "if (row >= rows) return;", "if (row > rows) return;"),

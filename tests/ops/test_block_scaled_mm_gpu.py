@@ -362,6 +362,50 @@ def test_what_the_kernels_do_not_serve(m, k, block, why):
     assert why in row.runs_on
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+class TestDirect:
+    """The kernels for up to 8 rows, whose warps each copy for themselves, and whose blocks stay for several tiles."""
+
+    @pytest.fixture(autouse=True)
+    def direct_alone(self, all_kernels):
+        all_kernels.restrict_block_scaled_mm("direct")
+
+    @pytest.mark.parametrize("zero_point", ["none", "int8", F32])
+    @pytest.mark.parametrize("block", [16, 32, 128])
+    @pytest.mark.parametrize(
+        ("m", "n", "k"),
+        [
+            (1, 33, 129),
+            (3, 5, 1032),  # one column more than a step of all warps
+            (8, 35, 5200),  # more steps than are on their way
+            (7, 20, 5129),  # rows of x that do not start at multiples of 16 bytes
+        ],
+    )
+    def test_steps(self, m, n, k, block, zero_point, dtype, bits):
+        check(*operands(m, m, n, k, dtype, bits, block, zero_point), bits=bits, block=block)
+
+    @pytest.mark.parametrize(("m", "k"), [(1, 1100), (2, 2056), (5, 777), (8, 4640)])
+    def test_blocks_stay_for_several_tiles(self, m, k, dtype, bits):
+        n = 2 * 32 * 2 * _extension.gpu().sm_count + 40
+        x, q, scale, zero_point = operands(m, m, n, k, dtype, bits, 128, "int8")
+        out = check(x, q, scale, zero_point, bits=bits, block=128, out_dtype=BF16)
+        np.testing.assert_array_equal(out, check(x, q, scale, zero_point, bits=bits, block=128, out_dtype=BF16))
+
+    @pytest.mark.parametrize("batch", [(3, 3), (3, 1), (1, 3)])
+    def test_batches(self, batch, dtype, bits):
+        check(*operands(3, 4, 67, 136, dtype, bits, 64, "int8", batch=batch), bits=bits, block=64)
+
+    def test_rows_that_are_not_there(self, dtype, bits):
+        """They repeat the last one, and nothing of it is seen."""
+        x, q, scale, zero_point = operands(4, 3, 40, 1032, dtype, bits, 128, "int8")
+        clean = check(x, q, scale, zero_point, bits=bits, block=128)
+        x[0, 2, 1031] = np.nan
+        out = call(x, pack(q, bits), scale, zero_point, bits=bits, block=128)
+        assert np.isnan(out[0, 2]).all()
+        np.testing.assert_array_equal(out[0, :2], clean[0, :2])
+
+
 @pytest.mark.usefixtures("has_wgmma", "all_kernels")
 class TestWgmma:
     def check_each(self, extension, x, q, scale, zero_point, *, bits, block, out_dtype=F32, bias=None):
