@@ -13,9 +13,8 @@ struct Instance {
   int shortest, longest;  // blocks that it serves
   int tile_m, tile_n, stages, threads, blocks_per_sm;
   int shared_bytes;
-  bool wgmma = false;     // of Hopper alone, for rows that TMA can load
-  bool overlaps = false;  // a warp scales the sums of a block while the tensor cores multiply its next one
-  int share = 1;          // blocks of a cluster that load a for each other
+  bool wgmma = false;  // of Hopper alone, for rows that TMA can load
+  int share = 1;       // blocks of a cluster that load a for each other
   cudaError_t (*prepare)(bool& fits) = nullptr;
   cudaError_t (*launch)(BlockQuantizedMm const&, Submit const&) = nullptr;
 };

@@ -5,12 +5,12 @@
 //   warps                          role
 //   0 ... kMathWarps-1             warpgroups of 64 rows of b each: multiply, scale, and write the results
 //   kMathWarps                     loads a and b by TMA
-//   kMathWarps + 1, + 2, + 3       bring the terms of blocks, four blocks at a time, to shared memory
+//   kMathWarps + 1, + 2, + 3       copy the terms of four blocks at a time
 //
 //   mbarrier            arrivals of a phase                     who waits
 //   full[stage]         1 and the bytes of what TMA brings      math warps
 //   empty[stage]        kMathWarps of each block that shares a  the load warp, from the second turn on
-//   terms_full[slot]    the three warps                         math warps
+//   terms_full[slot]    those of each of their lanes' copies    math warps
 //   terms_empty[slot]   kMathWarps                              the three warps, from the second turn on
 //
 // The blocks of a cluster share a, of which each loads some rows for all of them. Stages of the last turn are not
@@ -20,9 +20,9 @@
 #include <algorithm>
 
 #include "block_quantized_mm/instances.h"
+#include "core/async_copy.cuh"
 #include "core/launch.cuh"
 #include "core/prepare.h"
-#include "core/unroll.cuh"
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/mma_sm90.hpp"
 #include "cute/tensor.hpp"
@@ -35,11 +35,10 @@ namespace jax_qmm::block_quantized {
 
 constexpr int kStep = 128;        // columns of a stage, the span of TMA's swizzle
 constexpr int kBlocksOfSlot = 4;  // whose terms come together
-constexpr int kTermsWarps = 3;
+constexpr int kTermsThreads = 96;
 
-// `Block`: its columns. `Round`: blocks that are multiplied between two waits, each into sums of its own, and `Rounds`
-// how many rounds have sums at a time.
-template <DType In, bool ZeroPoints, int Block, int TileM, int Groups, int Round, int Rounds, int BlocksPerSm>
+// `Block`: its columns. `Round`: blocks that are multiplied between two waits, each into sums of its own.
+template <DType In, bool ZeroPoints, int Block, int TileM, int Groups, int Round, int BlocksPerSm>
 struct ConfigSm90 {
   using Element = std::conditional_t<In == DType::kS8, int8_t, cutlass::float_e4m3_t>;
   using Accumulator = std::conditional_t<In == DType::kS8, int32_t, float>;
@@ -51,27 +50,23 @@ struct ConfigSm90 {
   static constexpr bool kZeroPoints = ZeroPoints;
   static constexpr int kBlock = Block, kStagesOfBlock = std::max(1, Block / kStep),
                        kStagesOfRound = std::max(1, Round* Block / kStep);
-  static constexpr int kTileM = TileM, kRows = 64 * Groups, kRound = Round, kRounds = Rounds;
+  static constexpr int kTileM = TileM, kRows = 64 * Groups, kRound = Round;
   static constexpr int kMathWarps = 4 * Groups, kMathThreads = 32 * kMathWarps, kThreads = kMathThreads + 128;
   static constexpr int kBlocksPerSm = BlocksPerSm;
   // Where math warps need more registers than there are for each.
   static constexpr bool kMovesRegisters = Groups == 2;
-  static constexpr int kVectors = ZeroPoints ? 3 : 1;  // of each row: scale, zero point, sums
-  static constexpr int kLines = kRows + TileM;         // of b and of a
-  static constexpr int kLinesOfLane = (kLines + 32 * kTermsWarps - 1) / (32 * kTermsWarps);
-  static constexpr int kHeld = kLinesOfLane == 1 ? 4 : 1;  // slots whose terms are on their way to registers
-  static constexpr int kSlots = 3;
-  struct Terms {
-    float of_b[kVectors][kRows];
-    float of_a[kVectors][TileM];
-  };
+  static constexpr int kMathRegisters = 232, kOtherRegisters = 40;  // 504 for three warpgroups
+  static constexpr int kVectors = ZeroPoints ? 3 : 1;               // of each row: scale, zero point, sums
+  static constexpr int kLines = kRows + TileM;                      // of b and of a
+  static constexpr int kSlots = ZeroPoints ? 3 : Groups == 1 ? 8 : 4;
+  using Terms = float[kVectors][kLines][kBlocksOfSlot];
   static constexpr int kStageBytes = kLines * kStep;
   static constexpr int kStages =
-      std::min(20, (227 * 1024 / BlocksPerSm - 1536 - int(sizeof(Terms)) * kBlocksOfSlot * kSlots) / kStageBytes);
+      std::min(20, (227 * 1024 / BlocksPerSm - 1536 - int(sizeof(Terms)) * kSlots) / kStageBytes);
   struct Shared {
     alignas(1024) uint8_t b[kStages][kRows * kStep];
     alignas(1024) uint8_t a[kStages][TileM * kStep];
-    alignas(16) Terms terms[kSlots][kBlocksOfSlot];
+    alignas(16) Terms terms[kSlots];
     uint64_t full[kStages], empty[kStages], terms_full[kSlots], terms_empty[kSlots];
   };
   static constexpr int kPitch = kRows + 4;  // of sums on their way out: the stores of fragments hit distinct banks
@@ -110,71 +105,34 @@ struct Ring {
   }
 };
 
-// The terms of the slots of this block's tile, by the lanes of the warps that bring them.
+// Copies the terms of four blocks, by one of the threads that bring them. Behind the last block they become zeros.
 template <class C>
-class SourceOfTerms {
- public:
-  __device__ SourceOfTerms(ParamsSm90 const& p, int lane, int l, int first_m, int first_n)
-      : p_(p), lane_(lane), l_(l), first_m_(first_m), first_n_(first_n) {}
-
-  struct Held {
-    float4 of[C::kLinesOfLane][C::kVectors];
-  };
-
-  __device__ void load(int slot, Held& held) const {
-    for_each_line([&](int i, int, bool of_b, int index) {
-      InBlocks const& side = of_b ? p_.of_b : p_.of_a;
-      int64_t const from = int64_t(index) * p_.groups + slot * kBlocksOfSlot;
-      int const there = p_.groups - slot * kBlocksOfSlot;
-      held.of[i][0] = load_four(side.scale, from, there);
-      if constexpr (C::kZeroPoints) {
-        held.of[i][1] = load_four(side.zero_point, from, there);
-        held.of[i][2] = load_four(side.sums, from, there);
-      }
-    });
-  }
-
-  __device__ void store(Held const& held, typename C::Terms (&to)[kBlocksOfSlot]) const {
-    for_each_line([&](int i, int line, bool of_b, int) {
+__device__ void copy_terms(ParamsSm90 const& p, int thread, int l, int first_m, int first_n, int slot,
+                           typename C::Terms& to) {
 #pragma unroll
-      for (int v = 0; v < C::kVectors; ++v) {
-        float const of_blocks[] = {held.of[i][v].x, held.of[i][v].y, held.of[i][v].z, held.of[i][v].w};
+  for (int i = 0; i < (C::kLines + kTermsThreads - 1) / kTermsThreads; ++i) {
+    int const line = thread + kTermsThreads * i;
+    if (line >= C::kLines) break;
+    bool const of_b = line < C::kRows;
+    int const index = of_b ? min(first_n + line, p.n - 1) : min(first_m + line - C::kRows, p.m - 1);
+    InBlocks const& side = of_b ? p.of_b : p.of_a;
+    int64_t const from = int64_t(index) * p.groups + slot * kBlocksOfSlot;
+    int const there = p.groups - slot * kBlocksOfSlot;
+    auto const copy = [&](int v, InBlocks::Vector const& vector) {
+      uint32_t const four = cute::cast_smem_ptr_to_uint(&to[v][line][0]);
+      auto const* const data = reinterpret_cast<uint8_t const*>(vector.data + l * vector.batch_stride + from);
+      bool const has_data = vector.data != nullptr;
+      if (p.fours) return copy_async<16>(four, data, has_data);
 #pragma unroll
-        for (int g = 0; g < kBlocksOfSlot; ++g) {
-          *(of_b ? &to[g].of_b[v][line] : &to[g].of_a[v][line - C::kRows]) = of_blocks[g];
-        }
-      }
-    });
-  }
-
- private:
-  template <class F>
-  __device__ void for_each_line(F f) const {
-#pragma unroll
-    for (int i = 0; i < C::kLinesOfLane; ++i) {
-      int const line = lane_ + 32 * kTermsWarps * i;
-      bool const of_b = line < C::kRows;
-      int const index = of_b ? min(first_n_ + line, p_.n - 1) : min(first_m_ + line - C::kRows, p_.m - 1);
-      if (line < C::kLines) f(i, line, of_b, index);
+      for (int j = 0; j < kBlocksOfSlot; ++j) copy_async<4>(four + 4 * j, data + 4 * j, has_data && j < there);
+    };
+    copy(0, side.scale);
+    if constexpr (C::kZeroPoints) {
+      copy(1, side.zero_point);
+      copy(2, side.sums);
     }
   }
-
-  // Behind the last block zeros.
-  __device__ float4 load_four(InBlocks::Vector const& vector, int64_t from, int there) const {
-    float4 four = {};
-    if (vector.data == nullptr) return four;
-    float const* const data = vector.data + l_ * vector.batch_stride + from;
-    if (p_.fours) return *reinterpret_cast<float4 const*>(data);
-    four.x = data[0];
-    if (there > 1) four.y = data[1];
-    if (there > 2) four.z = data[2];
-    if (there > 3) four.w = data[3];
-    return four;
-  }
-
-  ParamsSm90 const& p_;
-  int lane_, l_, first_m_, first_n_;
-};
+}
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
@@ -209,7 +167,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       Empty::init(&shared.empty[s], share * kMathWarps);
     }
     for (int s = 0; s < C::kSlots; ++s) {
-      Empty::init(&shared.terms_full[s], kTermsWarps);
+      Empty::init(&shared.terms_full[s], kTermsThreads);
       Empty::init(&shared.terms_empty[s], kMathWarps);
     }
     cutlass::arch::fence_barrier_init();
@@ -223,7 +181,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   cudaTriggerProgrammaticLaunchCompletion();
 
   if (warp >= kMathWarps) {
-    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<56>();
+    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kOtherRegisters>();
     cudaGridDependencySynchronize();
     if (warp == kMathWarps) {
       if (!elect_one_sync()) return;
@@ -247,33 +205,25 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       }
       return;
     }
-    SourceOfTerms<C> const source(p, threadIdx.x - C::kMathThreads - 32, l, first_m, first_n);
     int const slots = (p.groups - 1) / kBlocksOfSlot + 1;
-    typename SourceOfTerms<C>::Held held[C::kHeld];
-    unroll<C::kHeld>([&](auto i) { source.load(min(int(i), slots - 1), held[i]); });
     Ring<C::kSlots> slot;
-    for (int begin = 0; begin < slots; begin += C::kHeld) {
-      unroll<C::kHeld>([&](auto ahead) {
-        int const i = begin + ahead;
-        if (i >= slots) return;
-        if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);
-        source.store(held[ahead], shared.terms[slot.at]);
-        __syncwarp();
-        if (elect_one_sync()) Empty::arrive(&shared.terms_full[slot.at]);
-        slot.advance();
-        source.load(min(i + C::kHeld, slots - 1), held[ahead]);
-      });
+    for (int i = 0; i < slots; ++i, slot.advance()) {
+      if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);
+      copy_terms<C>(p, threadIdx.x - C::kMathThreads - 32, l, first_m, first_n, i, shared.terms[slot.at]);
+      cutlass::arch::cpasync_barrier_arrive_noinc(&shared.terms_full[slot.at]);
     }
+    commit_copies();
+    wait_for_copies<0>();
     return;
   }
 
-  if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<224>();  // 504 for the three warpgroups
+  if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
   typename C::Mma mma;
   auto thread = mma.get_slice(threadIdx.x);
   constexpr int kCount = kTileM / 2;  // sums of a thread
   Tensor one = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTileM>>{});
   static_assert(decltype(size(one))::value == kCount);
-  typename C::Accumulator sums[C::kRounds][C::kRound][kCount];
+  typename C::Accumulator sums[2][C::kRound][kCount];  // one set is multiplied while the other is added
   float total[kCount] = {};
   auto const stages_of = [&](uint8_t* data, auto rows) {
     return make_tensor(
@@ -285,7 +235,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   Ring<kStages> stage, free;  // to multiply next, and to release next
   Ring<C::kSlots> slot;
   constexpr bool kEndsWithinStage = C::kRound * C::kBlock < kStep;  // a round: with the first half of a stage
-  int half = 0, multiplied = 0, released = 0, of_slot = 0;
+  int half = 0, loaded_again = steps - kStages, of_slot = 0;
 
   // What moves no use of the sums across the tensor cores' work.
   auto const fence = [&](auto set) {
@@ -298,7 +248,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     for (int i = 0; i < C::kStagesOfRound; ++i) {
       if (half == 0) Full::wait(&shared.full[stage.at], stage.turn & 1);
       at[i] = stage.at;
-      if (!kEndsWithinStage || half == 1) stage.advance(), ++multiplied;
+      if (!kEndsWithinStage || half == 1) stage.advance();
     }
     fence(set);
     warpgroup_arrive();
@@ -317,12 +267,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     if (kEndsWithinStage) half ^= 1;
     warpgroup_commit_batch();
   };
-  // Once the tensor cores are done with the first `until` stages. Only what is loaded into again.
-  auto const release = [&](int until) {
-    for (; released < until; ++released, free.advance()) {
-      if (released + kStages < steps && lane < share) {
-        Empty::arrive(&shared.empty[free.at], share > 1 ? lane : 0, true);
-      }
+  // The stages of the round before, once the tensor cores are done with them. Only what is loaded into again.
+  auto const release = [&] {
+#pragma unroll
+    for (int i = 0; i < C::kStagesOfRound; ++i, --loaded_again, free.advance()) {
+      if (loaded_again > 0 && lane < share) Empty::arrive(&shared.empty[free.at], share > 1 ? lane : 0, true);
     }
   };
   int const row = 16 * warp + lane / 4;
@@ -331,20 +280,23 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 #pragma unroll
     for (int r = 0; r < C::kRound; ++r) {
       if (of_slot == 0) Empty::wait(&shared.terms_full[slot.at], slot.turn & 1);
-      auto const& terms = shared.terms[slot.at][of_slot];
+      auto const term = [&, terms = &shared.terms[slot.at][0][0][of_slot]](int v, int line) {
+        return terms[(v * C::kLines + line) * kBlocksOfSlot];
+      };
       float of_b[C::kVectors][2];
 #pragma unroll
-      for (int v = 0; v < C::kVectors; ++v) of_b[v][0] = terms.of_b[v][row], of_b[v][1] = terms.of_b[v][row + 8];
+      for (int v = 0; v < C::kVectors; ++v) of_b[v][0] = term(v, row), of_b[v][1] = term(v, row + 8);
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
-        float2 of_a[C::kVectors];
+        float of_a[C::kVectors][2];
 #pragma unroll
         for (int v = 0; v < C::kVectors; ++v) {
-          of_a[v] = *reinterpret_cast<float2 const*>(&terms.of_a[v][8 * j + lane % 4 * 2]);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) of_a[v][h] = term(v, kRows + 8 * j + lane % 4 * 2 + h);
         }
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          auto const a = [&](int v) { return c % 2 == 0 ? of_a[v].x : of_a[v].y; };
+          auto const a = [&](int v) { return of_a[v][c % 2]; };
           auto const b = [&](int v) { return of_b[v][c / 2]; };
           float t = float(sums[set][r][4 * j + c]);
           if constexpr (C::kZeroPoints) {
@@ -361,42 +313,32 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       }
     }
   };
+  // Without branches around products whose sums others take: ptxas would have each wait for those before it.
   constexpr std::integral_constant<int, 0> kFirst;
-  if constexpr (C::kRounds == 1) {
+  constexpr std::integral_constant<int, 1> kSecond;
+  auto const step = [&](auto now, auto next) {
+    bool const ended = half == 0;  // with a stage, as the next one may not
+    multiply(next);
+    warpgroup_wait<1>();
+    if (ended) release();
+    add_round(now);
+  };
+  auto const last = [&](auto now) {
+    warpgroup_wait<0>();
+    add_round(now);
+  };
+  multiply(kFirst);
+  int left = rounds - 1;
 #pragma unroll 1
-    for (int i = 0; i < rounds; ++i) {
-      multiply(kFirst);
-      warpgroup_wait<0>();
-      release(multiplied);
-      add_round(kFirst);
-    }
+  for (; left >= 2; left -= 2) {
+    step(kFirst, kSecond);
+    step(kSecond, kFirst);
+  }
+  if (left == 1) {
+    step(kFirst, kSecond);
+    last(kSecond);
   } else {
-    // Without branches around products whose sums others take: ptxas would have each wait for those before it.
-    constexpr std::integral_constant<int, 1> kSecond;
-    auto const step = [&](auto now, auto next) {
-      int const before = multiplied;
-      multiply(next);
-      warpgroup_wait<1>();
-      release(before);
-      add_round(now);
-    };
-    auto const last = [&](auto now) {
-      warpgroup_wait<0>();
-      add_round(now);
-    };
-    multiply(kFirst);
-    int left = rounds - 1;
-#pragma unroll 1
-    for (; left >= 2; left -= 2) {
-      step(kFirst, kSecond);
-      step(kSecond, kFirst);
-    }
-    if (left == 1) {
-      step(kFirst, kSecond);
-      last(kSecond);
-    } else {
-      last(kFirst);
-    }
+    last(kFirst);
   }
 
   // The sums take the place of the stages, in which no more data arrive: results side by side are of one row.
@@ -505,7 +447,7 @@ Instance instance() {
   i.shortest = i.longest = C::kBlock;
   i.tile_m = C::kTileM, i.tile_n = C::kRows, i.stages = C::kStages, i.threads = C::kThreads;
   i.blocks_per_sm = C::kBlocksPerSm, i.shared_bytes = sizeof(typename C::Shared);
-  i.wgmma = true, i.share = kShare, i.overlaps = C::kRounds > 1;
+  i.wgmma = true, i.share = kShare;
   i.prepare = prepare_wgmma<C, kShare>, i.launch = launch_wgmma<C, kShare>;
   return i;
 }
@@ -514,17 +456,12 @@ template <DType In, bool kZeroPoints>
 void add_wgmma_instances(std::vector<Instance>& to) {
   auto const add = [&](auto block) {
     constexpr int kBlock = block;
-    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 16, 1, kBlock == 256 ? 2 : 4, 2, 2>, 1>());
-    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 64, 1, 1, 2, 2>, 1>());
-    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 32, 1, kBlock == 128 ? 2 : 1, 2, 2>, 1>());
-    using Even = ConfigSm90<In, kZeroPoints, kBlock, 128, 2, 1, 2, 1>;
-    to.push_back(instance<Even, 1>());
-    to.push_back(instance<Even, 2>());
-    if constexpr (kZeroPoints) return;  // whose terms leave no registers to a larger tile
-    if constexpr (kBlock == 128) to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 128, 2, 1, 1, 1>, 2>());
-    using Wide = ConfigSm90<In, kZeroPoints, kBlock, 192, 2, 1, 1, 1>;
-    to.push_back(instance<Wide, 1>());
-    to.push_back(instance<Wide, 2>());
+    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 16, 1, kBlock == 256 ? 2 : 4, 2>, 1>());
+    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 32, 1, kBlock == 128 ? 2 : 1, 2>, 1>());
+    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 64, 1, 1, 2>, 1>());
+    using Largest = ConfigSm90<In, kZeroPoints, kBlock, 128, 2, 1, 1>;
+    to.push_back(instance<Largest, 1>());
+    to.push_back(instance<Largest, 2>());
   };
   add(std::integral_constant<int, 64>());
   add(std::integral_constant<int, 128>());

@@ -462,7 +462,6 @@ void add_wgmma(std::vector<Instance>& to) {
   add_split<Config<128, 128, 128, 2>>(to);
   add_sharing<Config<128, 160, 64, 1>>(to);
   add_sharing<Config<128, 256, 128, 1>>(to);
-  add_sharing<Config<256, 128, 128, 1>>(to);
 }
 
 }  // namespace jax_qmm::conv

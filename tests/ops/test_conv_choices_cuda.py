@@ -1,4 +1,4 @@
-"""Which kernels serve a convolution, as the extension says of an H200 or the GPU that is there."""
+"""Which kernels serve a convolution on an H200, and which one is chosen, as the extension says without one."""
 
 import pytest
 
@@ -19,12 +19,12 @@ CASE = dict(
 
 
 @pytest.fixture
-def served_by(extension, gpu):
+def served_by(extension, h200):
     """Words of all kernels that serve CASE with these changes, and those of the chosen one."""
 
     def choices(**changes):
         problem = extension.ConvProblem(**CASE | changes)
-        return problem.choices(gpu), problem.select(gpu)
+        return problem.choices(h200), problem.select(h200)
 
     return choices
 
@@ -46,18 +46,14 @@ def served_by(extension, gpu):
     ],
     ids=str,
 )
-def test_what_im2col_serves(served_by, gpu, changes, fits):
+def test_what_im2col_serves(served_by, changes, fits):
     """Windows within 128 pixels of the image's borders, strides up to 8, taps up to 255 apart, whole 16 bytes."""
-    if gpu.arch != 90:
-        pytest.skip("Hopper's kernels")
     words, _ = served_by(**changes)
     assert any("sm90 wgmma" in each for each in words) == fits
     assert any("sm80 implicit GEMM" in each for each in words)
 
 
-def test_k_is_split_over_no_more_parts_than_it_has_steps(served_by, gpu):
-    if gpu.arch != 90:
-        pytest.skip("Hopper's kernels")
+def test_k_is_split_over_no_more_parts_than_it_has_steps(served_by):
     words, _ = served_by(taps=(1, 1, 3), pixels=(1, 58, 56), image=(1, 56, 56), before=(0, 1, 1))
     assert any("split-K 2" in each for each in words) and not any("split-K 4" in each for each in words)
 
@@ -73,3 +69,22 @@ def test_k_is_split_over_no_more_parts_than_it_has_steps(served_by, gpu):
 def test_depthwise(served_by, changes, words):
     _, chosen = served_by(**dict(channels=1, n=64, groups=64) | changes)
     assert chosen == f"sm80 {words} int8"
+
+
+@pytest.mark.parametrize(
+    ("images", "size", "channels", "words"),
+    [
+        (8, 56, 64, "128x64x64 cluster 2"),
+        (8, 14, 256, "128x64x128 split-K 2"),
+        (8, 7, 512, "128x64x128 split-K 4"),
+        (8, 28, 128, "128x64x128"),
+        (8, 64, 320, "128x128x64 cluster 2"),
+        (8, 16, 1280, "128x160x64"),
+        (64, 56, 64, "128x64x64 cluster 2"),
+    ],
+)
+def test_the_fastest_on_an_h200(served_by, images, size, channels, words):
+    """Windows of 3x3, as measured there."""
+    pixels = (1, size, size)
+    _, chosen = served_by(images=images, channels=channels, n=channels, image=pixels, pixels=pixels)
+    assert chosen == f"sm90 wgmma implicit GEMM {words} int8"
