@@ -140,6 +140,14 @@ def has_wgmma(gpu, extension):
         pytest.skip("the GPU or the build is without wgmma")
 
 
+@pytest.fixture
+def h200(extension):
+    """The extension's description of an H200."""
+    if "90a" not in extension.architectures():
+        pytest.skip("the build is without Hopper's kernels")
+    return extension.Gpu("NVIDIA H200", 132, 90)
+
+
 @pytest.fixture(scope="session")
 def stored():
     """The path of a file in benchmarks/h200, by its name; skips in a source distribution, which has none of them."""

@@ -220,11 +220,6 @@ def test_the_users_file_goes_before_the_packages(kernels, file, monkeypatch, tmp
 PACKAGED = tuning.packaged_files()
 
 
-@pytest.fixture
-def h200(extension):
-    return extension.Gpu(GPU.name, GPU.sm_count, GPU.arch)
-
-
 @pytest.mark.parametrize("packaged", PACKAGED, ids=lambda file: file.stem)
 def test_the_packages_files_are_of_kernels_that_there_are(extension, packaged):
     content = json.loads(packaged.read_text())

@@ -5,6 +5,7 @@
 
 #include "block_quantized_mm/instances.h"
 #include "core/prepare.h"
+#include "core/prepared_kernels.h"
 
 namespace jax_qmm {
 namespace block_quantized {
@@ -31,8 +32,11 @@ std::string& wanted() {
   return words;
 }
 
-bool fits(Instance const& i, Gpu const& gpu) {
-  return i.shared_bytes <= gpu.shared_memory && (!i.wgmma || gpu.arch == 90);
+PreparedKernels prepared;
+
+bool runs_on(Gpu const& gpu, int instance) {
+  Instance const& i = instances()[instance];
+  return i.shared_bytes <= gpu.shared_memory && (!i.wgmma || gpu.arch == 90) && prepared.can_run(gpu, instance);
 }
 
 bool serves(Instance const& i, BlockQuantizedMm const& p) {
@@ -42,30 +46,34 @@ bool serves(Instance const& i, BlockQuantizedMm const& p) {
   return i.in == p.in && i.zero_points == p.has_zero_points() && i.shortest <= p.block && p.block <= i.longest;
 }
 
-// Seconds, as predicted from the description of the GPU. The constants are fitted to 209 times on an H200, of one to
-// 4096 rows by four weights: of 60 products the chosen kernel took 1.01 of the fastest one's time (geometric mean), at
-// worst 1.13. Whether older GPUs are like that is not measured.
+struct Costs {
+  double launch;          // seconds
+  double tile;            // cycles of a tile beside its steps,
+  double step, columns;   // and of a step of so many columns at least
+  double rate;            // of the tensor cores' peak
+  double scaling, alone;  // operations for an output of a block, and how many times as long in the only block of an SM
+};
+
+// Fitted to 209 times on an H200, of one to 4096 rows by four weights: tests/benchmarks/test_block_quantized_mm.py has
+// how near the choices are. Whether older GPUs are like that is not measured.
+Costs costs_of(Instance const& i, Gpu const& gpu) {
+  bool const shifted = i.zero_points;
+  if (i.wgmma) return {11e-6, 14000, shifted ? 700.0 : 360.0, 128, 0.64, shifted ? 2.5 : 1.5, 4.4};
+  double const rate = (gpu.arch == 90 ? 0.633 : 1) / (i.in == DType::kF8E4M3 ? 2.6 : 1);
+  return {2e-6, 37000, 600, 64, rate, shifted ? 15 : 4.2, 0};
+}
+
+// Seconds, as predicted from the description of the GPU.
 double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gpu) {
-  constexpr double kL2 = 40;       // bytes of L2 that an SM gets in a cycle
+  constexpr double kL2 = 30;       // bytes of L2 that an SM gets in a cycle
   constexpr double kFloats = 128;  // operations on outputs that an SM starts in a cycle
-  struct Costs {
-    double launch;            // seconds
-    double tile;              // cycles of a tile beside its steps,
-    double step, columns;     // and of a step of so many columns at least
-    double rate;              // of the tensor cores' peak
-    double scaling, shifted;  // operations for an output of a block, and with zero points
-    double alone;             // how many times as long they take in a block that has an SM for itself
-  };
-  bool const float8 = p.in == DType::kF8E4M3;
-  Costs const costs = i.wgmma
-                          ? Costs{11e-6, 14000, 360, 128, 0.64, 1.5, 3.1, 4.4}
-                          : Costs{2e-6, 37000, 600, 64, (gpu.arch == 90 ? 0.633 : 1) / (float8 ? 2.6 : 1), 4.2, 15, 0};
+  Costs const costs = costs_of(i, gpu);
   double const tiles = double(ceil_div(p.m, i.tile_m)) * ceil_div(ceil_div(p.n, i.tile_n), i.share) * i.share * p.batch;
   double const waves = std::ceil(tiles / (gpu.sm_count * i.blocks_per_sm));
   double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(tiles / gpu.sm_count));
   double const outputs = double(i.tile_m) * i.tile_n, k = p.k;
   double const multiplying = outputs * k * 2 / (costs.rate * gpu.peak / gpu.sm_count / gpu.clock);
-  double const scaling = outputs * p.groups() * (i.zero_points ? costs.shifted : costs.scaling) / kFloats;
+  double const scaling = outputs * p.groups() * costs.scaling / kFloats;
   double const reading = (double(i.tile_m) / i.share + i.tile_n) * k / kL2;
   double const alone = k / costs.columns * costs.step + costs.alone * scaling;
   double const cycles = costs.tile + std::max(alone, on_sm * std::max(multiplying + scaling, reading));
@@ -82,7 +90,7 @@ std::vector<int> block_quantized_mm_choices(BlockQuantizedMm const& p, Gpu const
   std::vector<int> found;
   for (int i = 0; i < int(instances().size()); ++i) {
     bool const is_wanted = describe_block_quantized_mm(i).find(wanted()) != std::string::npos;
-    if (is_wanted && fits(instances()[i], gpu) && serves(instances()[i], p)) found.push_back(i);
+    if (is_wanted && runs_on(gpu, i) && serves(instances()[i], p)) found.push_back(i);
   }
   return found;
 }
@@ -113,12 +121,9 @@ cudaError_t prepare_block_quantized_mm() {
   return once([] {
     Gpu const* gpu;
     if (cudaError_t const error = current_gpu(gpu)) return error;
-    for (Instance const& i : instances()) {
-      bool launches;
-      if (!fits(i, *gpu)) continue;
-      if (cudaError_t const error = i.prepare(launches)) return error;
-    }
-    return cudaSuccess;
+    return prepared.prepare(*gpu, int(instances().size()), [&](int i, bool& fits) {
+      return runs_on(*gpu, i) ? instances()[i].prepare(fits) : cudaSuccess;
+    });
   });
 }
 

@@ -279,7 +279,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     fence(set);
 #pragma unroll
     for (int r = 0; r < C::kRound; ++r) {
-      if (of_slot == 0) Empty::wait(&shared.terms_full[slot.at], slot.turn & 1);
+      if (of_slot == 0) {
+        Empty::wait(&shared.terms_full[slot.at], slot.turn & 1);
+        asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
+      }
       auto const term = [&, terms = &shared.terms[slot.at][0][0][of_slot]](int v, int line) {
         return terms[(v * C::kLines + line) * kBlocksOfSlot];
       };

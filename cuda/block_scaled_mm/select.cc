@@ -7,6 +7,7 @@
 #include "block_scaled_mm/instances.h"
 #include "core/archs.h"
 #include "core/prepare.h"
+#include "core/prepared_kernels.h"
 
 namespace jax_qmm {
 namespace block_scaled {
@@ -35,7 +36,11 @@ std::string& wanted() {
   return words;
 }
 
-bool runs(Instance const& i, Gpu const& gpu) { return !i.wgmma || gpu.arch == 90; }
+PreparedKernels prepared;
+
+bool runs_on(Gpu const& gpu, int instance) {
+  return (!instances()[instance].wgmma || gpu.arch == 90) && prepared.can_run(gpu, instance);
+}
 
 bool serves(Instance const& i, BlockScaledMm const& p) {
   if (i.windows != p.windows.has_value()) return false;
@@ -46,43 +51,52 @@ bool serves(Instance const& i, BlockScaledMm const& p) {
   return i.in == DType::kF32 ? p.m <= i.tile_m : i.float_zero_points == p.float_zero_points();
 }
 
-// Seconds, as predicted from the description of the GPU. The constants are fitted to 726 times on an H200, of all
-// kernels on five weights of int4 and int8 in blocks of 128 and 1 to 1024 rows: benchmarks/block_scaled_mm/README.md.
+struct Costs {
+  double launch, block;      // seconds, of a block beside its steps
+  double neighbour;          // by how much each block more on an SM slows a step down
+  double dequantizing, row;  // cycles of a lane for each of its weights: once, and for each row of x
+  double l2;                 // bytes that an SM gets of it in a cycle
+  double copying;            // of a copy's rate, at which weights come
+};
+
+// Fitted to 726 times on an H200, of all kernels on five weights of int4 and int8 in blocks of 128 and 1 to 1024 rows,
+// and to 400 of the direct kernel: benchmarks/block_scaled_mm/README.md.
+Costs costs_of(Instance const& i) {
+  bool const int4 = i.bits == 4;
+  double const unit = i.unit;
+  if (i.in == DType::kF32) return {2e-6, 1.9e-6, 0.33, 7.7, 2.6, 18.6, 1};
+  if (i.wgmma) return {4.5e-6, 2.4e-6, 0.29, int4 ? 5.4 : 7.3, 2.0 / 128, 69, 0.94};
+  if (i.direct) return {4.9e-6, 0.7e-6, 0.2, int4 ? 4.7 : 6.5, 43 / unit, 23, 0.81};
+  return {2e-6, 1.9e-6, 0.33, int4 ? 8.4 : i.in == DType::kF16 ? 10.7 : 14.5, 10.2 / unit, 18.6, 1};
+}
+
+// Seconds, as predicted from the description of the GPU.
 double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu const& gpu) {
-  double const launch = i.wgmma ? 4.4e-6 : 2e-6;
-  double const of_block = i.wgmma ? 2.8e-6 : 1.9e-6;  // beside its steps
-  double const neighbour = i.wgmma ? 0.41 : 0.33;     // by how much each block more on an SM slows a step down
+  Costs const costs = costs_of(i);
   double const tiles_m = double(ceil_div(p.m, i.tile_m)), tiles_n = double(ceil_div(p.n, i.rows));
   int const parts = count_parts(p, i.step, split);
   double const blocks = tiles_m * tiles_n * p.batch * parts;
   // Clusters of four find no place on the last SMs of some GPCs.
   double const slots = gpu.sm_count * i.blocks_per_sm * (i.wgmma && std::max(i.share, parts) >= 4 ? 0.9 : 1.0);
   double const resident = std::min<double>(i.blocks_per_sm, std::ceil(blocks / gpu.sm_count));
-  // Cycles of a lane for each of its weights: to dequantize it, and to multiply it and to scale sums for each row of x.
   // An SM has 128 lanes. With wgmma the tensor cores' products come beside them.
-  double const dequantizing = p.in == DType::kF32   ? 7.7
-                              : i.wgmma             ? (p.bits == 4 ? 5.1 : 6.5)
-                              : p.bits == 4         ? 8.4
-                              : p.in == DType::kF16 ? 10.7
-                                                    : 14.5;
-  double const of_row = p.in == DType::kF32 ? 2.6 : i.wgmma ? 2.5 / 128 : 10.2 / i.unit;
-  double const cycles = dequantizing + of_row * (i.scale_weights ? 128 : i.tile_m);
-  double const issuing = double(i.rows) * i.step * cycles / (128 * gpu.clock) * (1 + neighbour * (resident - 1));
+  double const cycles = costs.dequantizing + costs.row * (i.scale_weights ? 128 : i.tile_m);
+  double const issuing = double(i.rows) * i.step * cycles / (128 * gpu.clock) * (1 + costs.neighbour * (resident - 1));
   double const rate = 0.68 * gpu.peak / 2 / gpu.sm_count;
   double const multiplying = i.wgmma ? 2.0 * i.rows * i.step * i.tile_m * resident / rate : 0;
   auto const cube = [](double seconds) { return seconds * seconds * seconds; };
   double const steps = double(ceil_div(ceil_div(p.k, i.step), parts));
-  double const sending = parts > 1 && i.wgmma ? 0.046e-6 * i.tile_m : 0;  // of sums to the blocks that share K
-  double const computing =
-      std::ceil(blocks / slots) * (steps * std::cbrt(cube(issuing) + cube(multiplying)) + of_block + sending);
-  // Memory has the weights to read once, and L2 what every block reads, at so many bytes a cycle and SM.
-  double const of_l2 = (i.wgmma ? 40 : 18.6) * std::min<double>(gpu.sm_count, blocks) * gpu.clock;
+  double const sending = parts > 1 && i.wgmma ? 0.049e-6 * i.tile_m : 0;  // of sums to the blocks that share K
+  double const waves = std::ceil(blocks / slots);
+  double const computing = waves * (steps * std::cbrt(cube(issuing) + cube(multiplying)) + costs.block + sending);
+  // Memory has the weights to read once, and L2 what every block reads.
+  double const of_l2 = costs.l2 * std::min<double>(gpu.sm_count, blocks) * gpu.clock;
   double const weights = double(p.batch) * p.n * p.row_bytes(), x = double(p.batch) * p.m * p.k * bytes_of(p.in);
   double const reading =
-      std::max(weights / ((i.wgmma ? 0.91 : 1.0) * gpu.copy_rate), (weights * tiles_m + x * tiles_n / i.share) / of_l2);
+      std::max(weights / (costs.copying * gpu.copy_rate), (weights * tiles_m + x * tiles_n / i.share) / of_l2);
   double const adding =  // by a second kernel
       parts > 1 && !i.wgmma ? 2.6e-6 + 4.0 * parts * sums_of_part(p) / (40 * gpu.sm_count * gpu.clock) : 0;
-  return launch + std::cbrt(cube(computing) + cube(reading)) + adding;
+  return costs.launch + std::cbrt(cube(computing) + cube(reading)) + adding;
 }
 
 // Seconds of the kernel that dequantizes the weights and of XLA's product, whose times are added; fitted likewise.
@@ -118,7 +132,7 @@ std::vector<BlockScaledMmChoice> block_scaled_mm_choices(BlockScaledMm const& p,
   std::vector<BlockScaledMmChoice> found;
   if (compiled_for(gpu.arch) < kOldest) return found;
   for (int i = 0; i < int(instances().size()); ++i) {
-    if (!runs(instances()[i], gpu) || !serves(instances()[i], p)) continue;
+    if (!runs_on(gpu, i) || !serves(instances()[i], p)) continue;
     for (int split : {1, 2, 4, 8}) {
       Instance const& one = instances()[i];
       int const most = one.in == DType::kF32 || one.share > 1 ? 1 : one.scale_weights ? 2 : 8;  // of those that gain
@@ -167,11 +181,10 @@ cudaError_t prepare_block_scaled_mm() {
     Gpu const* gpu;
     if (cudaError_t const error = current_gpu(gpu)) return error;
     if (compiled_for(gpu->arch) < kOldest) return cudaSuccess;
-    for (Instance const& i : instances()) {
-      if (!runs(i, *gpu)) continue;
-      bool fits;
-      if (cudaError_t const error = i.prepare(fits)) return error;
-    }
+    cudaError_t const error = prepared.prepare(*gpu, int(instances().size()), [&](int i, bool& fits) {
+      return runs_on(*gpu, i) ? instances()[i].prepare(fits) : cudaSuccess;
+    });
+    if (error) return error;
     if (cudaError_t const error = prepare_dequantize_weights()) return error;
     return prepare_add_parts();
   });

@@ -6,6 +6,7 @@
 #include "conv/instances.h"
 #include "core/archs.h"
 #include "core/prepare.h"
+#include "core/prepared_kernels.h"
 
 namespace jax_qmm {
 namespace conv {
@@ -29,8 +30,11 @@ std::string& wanted() {
   return words;
 }
 
-bool fits(Instance const& i, Gpu const& gpu) {
-  return i.shared_bytes <= gpu.shared_memory && (!i.wgmma || gpu.arch == 90);
+PreparedKernels prepared;
+
+bool runs_on(Gpu const& gpu, int instance) {
+  Instance const& i = instances()[instance];
+  return i.shared_bytes <= gpu.shared_memory && (!i.wgmma || gpu.arch == 90) && prepared.can_run(gpu, instance);
 }
 
 // Seconds, as predicted from the description of the GPU. The constants of Hopper's kernels are fitted to the fastest of
@@ -89,7 +93,7 @@ std::vector<int> conv_choices(Conv const& p, Gpu const& gpu) {
   if (compiled_for(gpu.arch) < Conv::kOldest) return found;
   for (int i = 0; i < int(instances().size()); ++i) {
     bool const is_wanted = instances()[i].words.find(wanted()) != std::string::npos;
-    if (is_wanted && fits(instances()[i], gpu) && instances()[i].serves(p)) found.push_back(i);
+    if (is_wanted && runs_on(gpu, i) && instances()[i].serves(p)) found.push_back(i);
   }
   return found;
 }
@@ -113,12 +117,9 @@ cudaError_t prepare_conv() {
   return once([] {
     Gpu const* gpu;
     if (cudaError_t const error = current_gpu(gpu)) return error;
-    for (Instance const& i : instances()) {
-      bool launches;
-      if (!fits(i, *gpu)) continue;
-      if (cudaError_t const error = i.prepare(launches)) return error;
-    }
-    return cudaSuccess;
+    return prepared.prepare(*gpu, int(instances().size()), [&](int i, bool& fits) {
+      return runs_on(*gpu, i) ? instances()[i].prepare(fits) : cudaSuccess;
+    });
   });
 }
 

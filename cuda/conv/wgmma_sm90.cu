@@ -100,6 +100,7 @@ __device__ void write_borders(Params const& p, typename C::Shared& shared, int f
   for (int i = begin, stage = 0, phase = 0; i < end; ++i) {
     int const y = tap / p.taps_x * p.window.dilation[1], x = tap % p.taps_x * p.window.dilation[2];
     cutlass::arch::ClusterTransactionBarrier::wait(&shared.full[stage], phase);
+    asm volatile("" ::: "memory");  // neither the wait nor the fence below keeps the compiler from moving stores
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
       unsigned byte;
@@ -110,6 +111,7 @@ __device__ void write_borders(Params const& p, typename C::Shared& shared, int f
         row[(piece + lane) % kPieces] = make_uint4(zeros[j], zeros[j], zeros[j], zeros[j]);
       }
     }
+    asm volatile("" ::: "memory");
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (cute::elect_one_sync()) cutlass::arch::ClusterBarrier::arrive(&shared.bordered[stage]);

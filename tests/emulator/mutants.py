@@ -303,7 +303,7 @@ MUTANTS = [
     Mutant(
         "blocks by wgmma: terms are not waited for",
         WGMMA_OF_BLOCKS,
-        "      if (of_slot == 0) Empty::wait(&shared.terms_full[slot.at], slot.turn & 1);\n",
+        "        Empty::wait(&shared.terms_full[slot.at], slot.turn & 1);\n",
     ),
     Mutant(
         "blocks by wgmma: terms replace others that are needed",

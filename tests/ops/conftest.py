@@ -167,14 +167,6 @@ def sharded_modules(f, operands, sharded, devices):
     return modules
 
 
-@pytest.fixture
-def h200(extension):
-    """The extension's description of an H200."""
-    if "90a" not in extension.architectures():
-        pytest.skip("the build is without Hopper's kernels")
-    return extension.Gpu("NVIDIA H200", 132, 90)
-
-
 @pytest.fixture(scope="session")
 def optimized_modules(run_for_h200):
     """Runs a test file as a script, which prints {name: optimized module} as JSON."""

@@ -1,0 +1,47 @@
+"""The cost models of convolutions against the times of kernels that were measured."""
+
+import csv
+import math
+
+from jax_qmm.bench.convs import NETWORKS
+
+LAYERS = {str(layer): layer for layers in NETWORKS.values() for layer in layers}
+
+
+def times_of(path):
+    """By layer and images: microseconds of each kernel."""
+    found = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            found.setdefault((row["layer"], int(row["images"])), {})[row["kernel"]] = float(row["us"])
+    return found
+
+
+def test_choices_of_int8_are_near_the_fastest_that_was_measured(extension, h200, stored):
+    """Of each layer the fastest kernels are known. Those that are not choose among depthwise kernels, by no times."""
+    ratios, layers = {}, times_of(stored("conv_kernels.csv"))
+    for (words, images), times in layers.items():
+        layer = LAYERS[words]
+        image, pixels, taps = ((1, size, size) for size in (layer.size, layer.out_size, layer.window))
+        strides, before = (1, layer.stride, layer.stride), (0, layer.window // 2, layer.window // 2)
+        problem = extension.ConvProblem(
+            *(1, images, layer.channels // layer.groups, layer.out, layer.groups),
+            *(image, taps, pixels, strides, before, (1, 1, 1), "int8"),
+        )
+        chosen = problem.select(h200)
+        if layer.groups == 1 and chosen in times:
+            ratios[words, images] = times[chosen] / min(us for kernel, us in times.items() if "XLA" not in kernel)
+    assert len(ratios) >= 10
+    assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.04 and max(ratios.values()) < 1.15, ratios
+
+
+def test_choices_of_weights_alone_are_near_the_fastest_that_was_measured(extension, h200, stored):
+    ratios = {}
+    for (words, images), times in times_of(stored("weight_only_conv_kernels.csv")).items():
+        layer = LAYERS[words]
+        product = layer.shape(images)
+        problem = extension.BlockScaledMmProblem(*product, 1, "bfloat16", "bfloat16", 4, 64, None, True)
+        once = "dequantized once, then XLA"
+        chosen = once if problem.dequantizes_once(h200) else problem.select(h200)
+        ratios[words, images] = times[chosen] / min(us for kernel, us in times.items() if kernel != "XLA bfloat16")
+    assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.05 and max(ratios.values()) < 1.25, ratios
