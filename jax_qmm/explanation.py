@@ -23,9 +23,9 @@ class OpRow:
 
     Attributes:
       op: "scaled_mm", "block_scaled_mm", "quantize" or "dequantized dot", with what belongs to it in parentheses;
-        "expand" of int4 weights to int8, for int8 activations; "transpose" of quantized values, for a weight that is
-        stored in another order than the kernel reads; or a product of jax.lax that stayed float, as "dot_general" and
-        "conv_general_dilated".
+        "expand" of int4 weights to 8 bits, for 8-bit activations, and "widen" of float8 ones to float16, for int4
+        weights; "transpose" of quantized values, for a weight that is stored in another order than the kernel reads;
+        or a product of jax.lax that stayed float, as "dot_general" and "conv_general_dilated".
       inputs: dtypes and shapes of the matrices, or of what is quantized; inside a shard_map those of one
         device.
       out: dtype and shape of the result.
@@ -195,7 +195,9 @@ def _describe(eqn, where):
     if str(eqn.params.get("name", "")) == DEQUANTIZED_CONV:
         return "dequantized conv", avals[:2], f"XLA: weights dequantized once, then a convolution of {avals[0].dtype}"
     if str(eqn.params.get("name", "")) == "jax_qmm_expanded":
-        return "expand", avals[:1], "XLA, at each call: kernels read int4 beside int8 alone, where few rows meet it"
+        return "expand", avals[:1], "XLA, at each call: kernels read int4 beside 8 bits where few rows meet it"
+    if str(eqn.params.get("name", "")) == "jax_qmm_widened":
+        return "widen", avals, "XLA, at each call: the kernels that read int4 take 16-bit x"
     if eqn.primitive.name in _FLOAT_PRODUCTS and jnp.issubdtype(avals[0].dtype, jnp.floating):
         return eqn.primitive.name, avals[:2], "XLA"
     return None

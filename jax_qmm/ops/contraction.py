@@ -10,7 +10,15 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_qmm import _compat
 from jax_qmm.dtypes import SCALE_DTYPES
-from jax_qmm.ops import block_quantized_dot, checks, dequantized_dot, expanded_dot, quantized_dot, weight_only_dot
+from jax_qmm.ops import (
+    block_quantized_dot,
+    checks,
+    dequantized_dot,
+    expanded_dot,
+    quantized_dot,
+    weight_only_dot,
+    widened_dot,
+)
 from jax_qmm.ops.fake_quantize import straight_through
 from jax_qmm.ops.product import Product
 from jax_qmm.ops.weight_only_dot import is_weight_only
@@ -176,6 +184,8 @@ def _way(product, lhs, rhs):
     """The module of the op for these operands; its `unserved` says whether they have to be dequantized instead."""
     if product.scheme is None and not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         return weight_only_dot
+    if widened_dot.serves(product, lhs, rhs):
+        return widened_dot
     if expanded_dot.serves(product, lhs, rhs):
         return expanded_dot
     return block_quantized_dot if block_quantized_dot.has_blocks(product, lhs, rhs) else quantized_dot

@@ -3,7 +3,7 @@
 Beside int8 it needs a `scale_step`: its values times the multiples of their blocks are int8, with one scale for all
 that is contracted. Where few rows meet them, expanded_mm's kernel makes them on the way to the tensor cores; else XLA
 does, once at each call, in a jit named "jax_qmm_expanded", so that `explain` can tell. Beside float8 XLA makes float8
-of the values, and the scales of blocks stay.
+of the values, and the scales of blocks stay; few rows of float8 are for widened_dot.
 """
 
 import functools
@@ -15,10 +15,11 @@ import jax.numpy as jnp
 
 from jax_qmm.dtypes import FLOAT8, INT4, INT8
 from jax_qmm.ops import block_quantized_dot, quantized_dot
-from jax_qmm.ops.block_quantized_dot import counts, folded, in_order
+from jax_qmm.ops.block_quantized_dot import folded, in_order
 from jax_qmm.ops.block_quantized_mm import in_blocks
 from jax_qmm.ops.expanded_mm import expanded_mm, is_faster
 from jax_qmm.ops.product_form import form_of, result, split_bias
+from jax_qmm.ops.weight_only_dot import block_of
 from jax_qmm.qarray import QArray
 from jax_qmm.reference.scaled_mm import epilogue
 
@@ -35,7 +36,7 @@ def _dtype(product, x, other):
     if (other.qtype if isinstance(other, QArray) else product.scheme.dtype) != FLOAT8:
         return None if x.scale_step is None else INT8
     integers = x.zero_point is None or jnp.issubdtype(x.zero_point.dtype, jnp.integer)
-    return FLOAT8 if integers and not (x.is_packed or x.merged_axes) else None
+    return FLOAT8 if integers and not x.merged_axes else None
 
 
 def unserved(product, lhs, rhs):
@@ -69,9 +70,7 @@ def _is_of_few_rows(product, lhs, rhs):
     if not all(isinstance(size, int) for size in sizes):
         return False
     m, k = math.prod(form.shape(form.rows)), math.prod(form.shape(form.contracted))
-    shared = all(count == 1 for count in counts(w, own, form.contracted))
-    block = k if shared else w.tile_along(dict(zip(own, w.storage_axes()))[form.contracted[-1]])
-    return k > 0 and is_faster(m, k, block)
+    return k > 0 and is_faster(m, k, block_of(form, w, own))
 
 
 def _form(product, lhs, rhs):
@@ -109,7 +108,7 @@ def _dot_of_few_rows(product, lhs, rhs, bias, static):
 
 def _expanded(product, lhs, rhs):
     dtypes = _dtype(product, lhs, rhs), _dtype(product, rhs, lhs)
-    return tuple(x if dtype is None else jax_qmm_expanded(x, dtype) for x, dtype in zip((lhs, rhs), dtypes))
+    return tuple(x if dtype is None else jax_qmm_expanded(x.unpack(), dtype) for x, dtype in zip((lhs, rhs), dtypes))
 
 
 @functools.partial(jax.jit, static_argnums=1)

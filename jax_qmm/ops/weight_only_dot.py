@@ -50,7 +50,7 @@ def dot(product, lhs, rhs, bias, static):
     form = form_of(product, lhs, rhs, flipped, product.batch, (w, w_own))
     x = transposed(x, [x_own.index(label) for label in (*form.batch, *form.rows, *form.contracted)])
     x = x.reshape(*x.shape[: -len(form.contracted)], math.prod(form.shape(form.contracted)))
-    values, vectors, block = _weight(form, w, w_own)
+    values, vectors, block = weight(form, w, w_own)
     vectors["bias"], late_bias = split_bias(product, form, bias)
     out = weight_product(
         *(x, values, vectors),
@@ -65,13 +65,13 @@ def dot(product, lhs, rhs, bias, static):
     return result(product, form, out, late_bias)
 
 
-def _weight(form, w, own):
+def weight(form, w, own):
     """The values of w as `(*batch, N, K)`, its scale and zero point as `(*batch, N, G)`, and the columns of a block."""
     stored = dict(zip(own, w.storage_axes()))
     axes = [stored[label] for label in (*form.batch, *form.columns, *form.contracted)]
     columns, first = form.shape(form.columns), len(form.batch) + len(form.columns)
     merged = lambda x: x.reshape(*x.shape[: len(form.batch)], math.prod(columns), math.prod(x.shape[first:]))
-    shared = all(w.scale.shape[stored[label]] == 1 for label in form.contracted)
+    shared = _shares_scale(form, w, stored)
     outer = [w.values_shape[stored[label]] for label in form.contracted[:-1]]
 
     def vector(leaf):
@@ -82,5 +82,15 @@ def _weight(form, w, own):
     vectors = {"scale": vector(w.scale)}
     if w.zero_point is not None:
         vectors["zero_point"] = vector(w.zero_point)
-    block = max(1, math.prod(form.shape(form.contracted))) if shared else w.tile_along(stored[form.contracted[-1]])
-    return merged(transposed(w.qvalue, axes)), vectors, block
+    return merged(transposed(w.qvalue, axes)), vectors, block_of(form, w, own)
+
+
+def block_of(form, w, own):
+    """How many columns share a scale."""
+    stored = dict(zip(own, w.storage_axes()))
+    shared = _shares_scale(form, w, stored)
+    return max(1, math.prod(form.shape(form.contracted))) if shared else w.tile_along(stored[form.contracted[-1]])
+
+
+def _shares_scale(form, w, stored):
+    return all(w.scale.shape[stored[label]] == 1 for label in form.contracted)

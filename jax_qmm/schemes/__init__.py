@@ -49,9 +49,10 @@ def check_weight(q, scheme):
     """Raises ValueError if `q` is no weight for `scheme`."""
     if q.qtype != scheme.dtype:
         raise ValueError(f"scheme has dtype {scheme.dtype}, needs that of the QArray, {q.qtype}")
-    if q.is_packed and isinstance(scheme, W8A8 | W4A8):
+    of_int8 = isinstance(scheme, W4A8) and scheme.of_activations.dtype == INT8
+    if q.is_packed and (isinstance(scheme, W8A8) or of_int8):
         raise ValueError(f"{q} is packed, {scheme!r} needs it plain: take its .unpack()")
-    if q.merged_axes and isinstance(scheme, W8A8 | W4A8):
+    if q.merged_axes and (isinstance(scheme, W8A8) or of_int8):
         raise ValueError(f"{q} has merged axes, {scheme!r} needs a weight of its own: take its quantize_weight")
-    if q.scale_step is None and isinstance(scheme, W4A8) and scheme.of_activations.dtype == INT8:
+    if q.scale_step is None and of_int8:
         raise ValueError(f"{q} has no scale_step, {scheme!r} needs one, as its quantize_weight gives it")

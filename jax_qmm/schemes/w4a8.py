@@ -1,6 +1,7 @@
 """4-bit weights times 8-bit activations."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,10 @@ class W4A8(WeightInBlocks):
     tensor cores, where blocks and all that is contracted are multiples of 32; else each call makes int8 of all weights
     first, which `explain` shows.
 
-    Beside float8_e4m3fn, which has the values of int4 less their zero points exactly, blocks keep float scales, and a
-    product is that of `W8A8("fp8", tile_size=...)`. Each call makes float8 of all weights first.
+    Beside float8_e4m3fn, which has the values of int4 less their zero points exactly, blocks keep float scales, and
+    weights are packed, as those of `W4A16`. Up to 64 rows of activations become float16, exactly, for the kernels of
+    `block_scaled_mm`, which read 4 bits. For more rows each call makes float8 of all weights first, and a product is
+    that of `W8A8("fp8", tile_size=...)`; where several axes are contracted, it stays that of `block_scaled_mm`.
 
     Args:
       tile_size, symmetric, clip_search: as in `W4A16`.
@@ -65,7 +68,7 @@ class W4A8(WeightInBlocks):
           kernel, contracted: as in `W4A16`.
 
         Returns:
-          A `QArray` with the shape of `kernel`, and a `scale_step` beside int8. It is not packed.
+          A `QArray` with the shape of `kernel`; beside int8 it is not packed and has a `scale_step`.
 
         >>> q = W4A8().quantize_weight(jnp.ones((512, 8)), (-2,))
         >>> q
@@ -73,11 +76,11 @@ class W4A8(WeightInBlocks):
         >>> round(float(q.scale[0, 0] / q.scale_step[0, 0]), 4)
         15.0
         """
+        if self.activation_dtype != INT8:
+            return super().quantize_weight(kernel, contracted)
         stored, back = contracted_last(kernel, contracted)
         sizes = stored.shape[-len(contracted) :]
         q = self._in_blocks(stored, sizes, clip_search=self.clip_search)
-        if self.activation_dtype != INT8:
-            return q.transpose(back)
         low, high = jnp.iinfo(INT4).min, jnp.iinfo(INT4).max
         zero_point = jnp.zeros(q.scale.shape, jnp.int32) if q.zero_point is None else q.zero_point
         reach = jnp.maximum(high - zero_point, zero_point - low)
@@ -96,12 +99,13 @@ class W4A8(WeightInBlocks):
         return self.of_activations.quantize_activation(x, n, sums)
 
     def block(self, contracted: Sequence[int]) -> int:
-        """As `W8A8.block`, of the weights of 8 bits that are multiplied.
+        """How much of axes of these sizes, which a product contracts, shares a float scale.
 
         >>> W4A8().block((512,)), W4A8(activation_dtype="fp8").block((512,))
         (512, 128)
         """
-        return W8A8(tile_size=None if self.activation_dtype == INT8 else self.tile_size).block(contracted)
+        k = math.prod(contracted)
+        return k if self.activation_dtype == INT8 or self.tile_size is None else min(self.tile_size, k)
 
     @property
     def of_activations(self) -> W8A8:

@@ -1,0 +1,101 @@
+"""A product of float8 with one scale a row and int4, labelled operands, by block_scaled_mm of x in float16.
+
+float16 has all values of float8_e4m3fn, and those of int4 less their zero points: the products are exact, and float32
+sums of them are scaled. So weights are read in 4 bits, where a product of float8 needs float8 made of them first. XLA
+widens x, in a jit named "jax_qmm_widened", so that `explain` can tell.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_qmm.dtypes import FLOAT8, INT4
+from jax_qmm.ops import expanded_dot, weight_only_dot
+from jax_qmm.ops.block_quantized_dot import counts, in_order
+from jax_qmm.ops.block_quantized_mm import in_blocks
+from jax_qmm.ops.block_scaled_mm import unserved_blocks, weight_product
+from jax_qmm.ops.expanded_mm import MOST_ROWS
+from jax_qmm.ops.product_form import form_of, result, split_bias
+from jax_qmm.qarray import QArray
+from jax_qmm.reference.activation import NONE
+from jax_qmm.reference.scaled_mm import epilogue
+
+
+def serves(product, lhs, rhs):
+    """Whether few rows of float8 meet int4 that block_scaled_mm takes, or any rows int4 that can't become float8."""
+    (x, x_own), (w, w_own) = _sides(product, lhs, rhs)
+    if not (_is_int4(w) and _is_float8_in_rows(product, x, x_own)):
+        return False
+    if weight_only_dot.unserved(product, *((w, None) if w is lhs else (None, w))):
+        return False
+    form = _form(product, lhs, rhs)
+    m, k = (math.prod(form.shape(labels)) for labels in (form.rows, form.contracted))
+    if not expanded_dot.serves(product, lhs, rhs):
+        return True
+    few = isinstance(m, int) and isinstance(k, int) and m <= MOST_ROWS
+    return few and unserved_blocks(weight_only_dot.block_of(form, w, w_own), k) is None
+
+
+def _is_int4(x):
+    return isinstance(x, QArray) and x.qtype == INT4
+
+
+def _is_float8_in_rows(product, x, own):
+    """Whether an operand is float8, or is to become it, with one scale for all that is contracted."""
+    if not isinstance(x, QArray):
+        return product.scheme is not None and product.scheme.dtype == FLOAT8 and product.scheme.tile_size is None
+    shared = all(count == 1 for count in counts(x, own, product.contracted))
+    return x.qtype == FLOAT8 and x.zero_point is None and shared
+
+
+def _sides(product, lhs, rhs):
+    """x and w, with their labels."""
+    sides = (lhs, product.lhs), (rhs, product.rhs)
+    return sides[::-1] if _is_int4(lhs) else sides
+
+
+def _form(product, lhs, rhs):
+    _, w = _sides(product, lhs, rhs)
+    return form_of(product, lhs, rhs, _is_int4(lhs), product.batch, w)
+
+
+def unserved(product, lhs, rhs):
+    """None: `serves` says all of it."""
+    return None
+
+
+def dot(product, lhs, rhs, bias, static):
+    """The product; `static` are the scale and zero point of a float operand, or None."""
+    form = _form(product, lhs, rhs)
+    (x, x_own), (w, w_own) = _sides(product, lhs, rhs)
+    x, count = in_order(form, x, x_own, form.rows), len(form.contracted)
+    if not isinstance(x, QArray):
+        x = product.scheme.with_static(*static).quantize_activation(x, count)
+    x = in_blocks(x, count)
+    values, vectors, block = weight_only_dot.weight(form, w, w_own)
+    column_bias, late_bias = split_bias(product, form, bias)
+    sums = weight_product(
+        *(jax_qmm_widened(x.values), values, vectors),
+        num_batch=len(form.batch),
+        qtype=w.qtype,
+        packed=w.is_packed,
+        block=block,
+        activation=NONE,
+        out_dtype=jnp.dtype(jnp.float32),
+        out_sharding=form.out_sharding(product),
+    )
+    of_rows: dict[str, Any] = {"scale_a": x.scale[..., 0]} | ({} if column_bias is None else {"bias": column_bias})
+    out_dtype = product.out_dtype if late_bias is None else jnp.dtype(jnp.float32)
+    return result(product, form, epilogue(sums, num_batch=len(form.batch), out_dtype=out_dtype, **of_rows), late_bias)
+
+
+@jax.jit
+def jax_qmm_widened(x):
+    """float8 as float16, exactly.
+
+    >>> jax_qmm_widened(jnp.float8_e4m3fn([448, 2.0**-9, jnp.nan])).tolist()
+    [448.0, 0.001953125, nan]
+    """
+    return x.astype(jnp.float16)
