@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_qmm
-from jax_qmm import W8A8
+from jax_qmm import W4A8, W8A8
 
 SCHEMES = {"symmetric": W8A8(), "asymmetric": W8A8(symmetric=False)}
 
@@ -75,6 +75,30 @@ def test_no_transpose_is_lowered_for_blocks(scheme, equation, shape, weight, con
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "transpose" not in text
     assert re.findall("@(jax_qmm_\\w+)", text) == ["jax_qmm_quantize_dynamic", "jax_qmm_block_quantized_mm"]
+
+
+@pytest.mark.parametrize(
+    "scheme", [W4A8(32, symmetric=symmetric, activation_dtype="fp8") for symmetric in (True, False)]
+)
+@pytest.mark.parametrize(
+    "equation, shape, weight, contracted",
+    [
+        ("btk,kn->btn", (2, 8, 64), (64, 32), (0,)),
+        ("bthd,hdf->btf", (2, 8, 4, 16), (4, 16, 32), (0, 1)),
+    ],
+)
+def test_int4_is_read_as_it_is_by_few_rows_of_float8(scheme, equation, shape, weight, contracted):
+    w = scheme.quantize_weight(jnp.ones(weight), contracted)
+    traced = product(equation, scheme).trace(jax.ShapeDtypeStruct(shape, jnp.bfloat16), w)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall("@(jax_qmm_\\w+)\\(.*backend_config", text) == [
+        "jax_qmm_quantize_dynamic",
+        "jax_qmm_block_scaled_mm",
+    ]
+    assert "transpose" not in text and "xi4>" not in text
+    # x is widened and the result is rounded, and nothing else is converted.
+    converted = re.findall(r"stablehlo.convert .*tensor<([\w]*)>\) -> tensor<([\w]*)>", text)
+    assert sorted(converted) == [("2x8x32xf32", "2x8x32xbf16"), ("2x8x64xf8E4M3FN", "2x8x64xf16")]
 
 
 # Compiled for an H200
