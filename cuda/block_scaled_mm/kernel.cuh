@@ -1,7 +1,6 @@
-// Products of 16-bit x by warp-level tensor cores. Weights are the operand with 16 rows, so that 8 rows of x suffice
-// for a product: the kernel reads weights at the rate of memory where x has one row, and where it has 16. Weights go
-// from global memory to registers, a step ahead; x through shared memory. Warps share the rows of weights of a block
-// and then K, whose parts are added in a fixed order.
+// Products of 16-bit x by warp-level tensor cores. Weights are the operand with 16 rows, and go from global memory to
+// registers, a step ahead; x goes through shared memory. Warps share the rows of weights of a block and then K, whose
+// parts are added in a fixed order.
 #pragma once
 
 #include "block_scaled_mm/step.cuh"
