@@ -122,12 +122,24 @@ def test_ragged_shapes(on_reference, tile, m, n, k):
 
 
 @pytest.mark.parametrize("block", [32, 256])
-def test_extremes(on_reference, tile, block):
+def test_extremes(tile, block):
+    check_extremes(tile, block)
+
+
+@pytest.mark.usefixtures("has_wgmma")
+@pytest.mark.parametrize("wgmma", WGMMA)
+def test_extremes_of_wgmma(only, wgmma):
+    check_extremes(only(f"wgmma {wgmma} int8"), 256)
+
+
+def check_extremes(words, block):
     """The largest sums of a block, of both signs, with the largest zero points."""
     for low_a, low_b in ((-128, -128), (-128, 127)):
         a = QArray(jnp.full((2, 2 * block), low_a, jnp.int8), jnp.ones((2, 2)), jnp.full((2, 2), -1 - low_a))
         b = QArray(jnp.full((3, 2 * block), low_b, jnp.int8), jnp.ones((3, 2)), jnp.full((3, 2), -1 - low_b))
         want = 2 * block * (2 * low_a + 1) * (2 * low_b + 1)
+        (row,) = jax_qmm.explain(jax_qmm.block_scaled_mm, a, b).rows
+        assert words in row.runs_on, row.runs_on
         assert (jax.jit(jax_qmm.block_scaled_mm)(a, b) == want).all()
         plain = [QArray(q.qvalue, q.scale) for q in (a, b)]
         assert (jax.jit(jax_qmm.block_scaled_mm)(*plain) == 2 * block * low_a * low_b).all()
