@@ -49,6 +49,7 @@ SCHEMES = {
     "int8 weights": jax_qmm.W8A16(),
     "int4 weights": jax_qmm.W4A16(64, symmetric=False, clip_search=True),
     "int4 x int8": jax_qmm.W4A8(64, symmetric=False, clip_search=True),
+    "int4 x fp8": jax_qmm.W4A8(64, symmetric=False, clip_search=True, activation_dtype="fp8"),
 }
 BLOCK_SIZES = {
     f"{tile or 'channel'}{'' if symmetric else ' asymmetric'}{' clipped' if clip else ''}": jax_qmm.W4A16(

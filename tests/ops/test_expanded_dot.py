@@ -134,6 +134,7 @@ def test_two_qarrays(scheme, granularity):
     values, _ = expanded(w)
     int8 = QArray(jnp.asarray(values.T, jnp.int8), w.scale_step)
     np.testing.assert_array_equal(x @ w, x @ int8.T)
+    np.testing.assert_array_equal(x @ w.pack(), x @ int8.T)
     np.testing.assert_array_equal(w.T @ x.T, int8 @ x.T)
     ops = [row.op.split()[0] for row in jax_qmm.explain(jax_qmm.matmul, x, w).rows]
     assert ops == ["expand", "block_scaled_mm" if granularity else "scaled_mm"]
