@@ -7,6 +7,7 @@ What the QArray is decides how a float operand on the other side is multiplied:
 | int8 or float8, scales for whole axes | quantized as the scheme says | `scaled_mm`; with `tile_size` the next |
 | float8 with blocks of what is contracted, or int8 with such and a `W8A8` | likewise | `block_scaled_mm` |
 | int4, packed, with float zero points, or int8 with blocks in its rows in memory | as it is | `block_scaled_mm` |
+| int4 and a `W4A8` | quantized as the scheme says | `expanded_mm` or `block_scaled_mm`; from 65 rows on as in 8 bits |
 
 Two QArrays are multiplied by `scaled_mm`, or where one of them has blocks of what is contracted by `block_scaled_mm`.
 By default the scheme quantizes symmetrically and per token: one scale for all that is contracted. With `tile_size` a
@@ -65,8 +66,8 @@ def dot_general(
       preferred_element_type: float32, bfloat16 or float16; by default the result type of the float operand
         and the scale of the QArray.
       out_sharding: sharding of the result, for Explicit meshes.
-      scheme: a `W8A8` for the float operand, if there is one, or a `W4A16` or `W8A16`, which leave it as it is. By
-        default as the table above says, with `W8A8(dtype of the QArray)`.
+      scheme: a `W8A8` or `W4A8` for the float operand, if there is one, or a `W4A16` or `W8A16`, which leave it as it
+        is. By default as the table above says, with `W8A8(dtype of the QArray)`.
       bias: float array that broadcasts against the result, added before the one rounding to the output dtype,
         or None.
 
