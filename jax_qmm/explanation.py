@@ -176,7 +176,9 @@ def _of_op(eqn):
 def _exchanged(eqn, shardings):
     op = dispatch.OPS.get(eqn.primitive)
     if op is None:
-        return ""
+        known = [shardings.of(var) for var in eqn.invars]
+        sharded = any(each is None or any(each.spec) for each in known)
+        return "the compiler decides" if sharded and eqn.params.get("name") == DEQUANTIZED_CONV else ""
     operands, results, params = _of_op(eqn)
     return dispatch.exchanged(op, operands, results, [shardings.of(var) for var in eqn.invars], **params)
 

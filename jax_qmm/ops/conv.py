@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching
-from jax.sharding import PartitionSpec
 
 from jax_qmm import _compat, _extension
 from jax_qmm.dtypes import INT32
-from jax_qmm.ops import dispatch, matmul_form
+from jax_qmm.ops import conv_form, dispatch, matmul_form
 from jax_qmm.ops.pointwise_conv import as_product
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.reference import activation as activations, conv as reference
@@ -56,13 +55,7 @@ def _out_shape(operands, num_batch, window):
 def _abstract_eval(*operands, num_batch, window, out_dtype, **params):
     lhs, rhs = operands[:2]
     shape = _out_shape(operands, num_batch, window)
-    if not _compat.explicit_mesh(lhs):
-        return lhs.update(shape=shape, dtype=out_dtype, weak_type=False)
-    images, out = lhs.sharding.spec[: num_batch + 1], rhs.sharding.spec[num_batch]
-    if window.groups > 1 or out in images:
-        out = None
-    spec = PartitionSpec(*images, *(None,) * len(window.strides), out)
-    return lhs.update(shape=shape, dtype=out_dtype, weak_type=False, sharding=lhs.sharding.update(spec=spec))
+    return conv_form.abstract_result(lhs, rhs, shape, out_dtype, num_batch, grouped=window.groups > 1)
 
 
 # Lowerings: to the kernel, and to the reference; each for the operands that one device holds
@@ -182,9 +175,6 @@ def _describe(operands, results, *, names, num_batch, window, activation, **para
     taps = operands[1].shape[num_batch + 1 : -1]
     terms = [name for name in names if name != "sums_rhs"]
     terms += [] if activation == activations.NONE else [str(activation)]
-    lhs = operands[0]
-    if _compat.explicit_mesh(lhs) and any(lhs.sharding.spec[num_batch + 1 : -1]):
-        terms.append("spatial axes gathered")
     return f"conv ({window.words(taps)}; {', '.join(terms) or 'sums'})", operands[:2]
 
 
@@ -234,11 +224,9 @@ def _batch_images(operands, dims, of_images, names, num_batch, **params):
 
 
 def _partitioned(run, shapes, *, names, num_batch, window, **output):
-    whole = window.groups == 1  # a device has all channels of several groups
-    spatial = [None] * len(window.strides)
-    of = {"i": ["i"], "s": spatial, "k": spatial, "c": ["c" if whole else None], "o": ["o" if whole else None]}
-    batch = [f"b{i}" for i in range(num_batch)]
-    spell = lambda label: [*batch, *(factor for letter in label for factor in of[letter])]
+    rank, batch = len(window.strides), [f"b{i}" for i in range(num_batch)]
+    spell = lambda label: [*batch, *label.replace("s", "s" * rank).replace("k", "k" * rank)]
+    units = dict.fromkeys("sk" if window.groups == 1 else "skco", 1)  # a device has all channels of several groups
     local = functools.partial(run, OP, num_batch=num_batch, window=window)
 
     def across(axes):
@@ -259,7 +247,8 @@ def _partitioned(run, shapes, *, names, num_batch, window, **output):
     entire = functools.partial(local, names=names, **output)
     operands = [spell(label) for label in _labels(names)]
     sides = ("lhs", "rhs", *names)
-    return partitioned(entire, operands, [spell("iso")], shapes, names=sides, over=("c",), across=across)
+    out = [spell("iso")]
+    return partitioned(entire, operands, out, shapes, names=sides, over=("c",), across=across, units=units)
 
 
 # Registration

@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from jax_qmm import _compat
+from jax_qmm.explicit_axes import gathered_unless_divided
 from jax_qmm.ops.product import transposed
+from jax_qmm.ops.sharding import mesh_axes
 
 
 class Window(NamedTuple):
@@ -89,6 +93,7 @@ class ConvForm(NamedTuple):
         """An operand, or a vector along its first axis, with the groups of the batch in front; as it is for one."""
         if self.batch_groups == 1:
             return x
+        x = gathered_unless_divided(x, 0, self.batch_groups)
         first = 1 if x.shape[0] == 1 else x.shape[0] // self.batch_groups
         return x.reshape(1 if x.shape[0] == 1 else self.batch_groups, first, *x.shape[1:])
 
@@ -97,21 +102,77 @@ class ConvForm(NamedTuple):
         if self.batch_groups > 1:
             out = jnp.moveaxis(out, 0, -2)
             out = out.reshape(*out.shape[:-2], math.prod(out.shape[-2:]))
+        return transposed(out, self._out_axes)
+
+    @property
+    def _out_axes(self):
+        """For each axis of the result in the user's order the one of (N, *P, O)."""
         batch, channels, *spatial = self.numbers.out_spec
         order = (batch, *spatial, channels)
-        return transposed(out, [order.index(axis) for axis in range(len(order))])
+        return [order.index(axis) for axis in range(len(order))]
 
     def along_channels(self, vector):
         """A vector (O,) that broadcasts against the result in the user's order."""
         channels = self.numbers.out_spec[1]
         return jnp.expand_dims(vector, [axis for axis in range(len(self.numbers.out_spec)) if axis != channels])
 
+    def result_sharding(self, lhs, rhs, spatial=False):
+        """`result_sharding` for a QArray as rhs, in the user's order of both, as (N, *P, O)."""
+        sharding = jax.typeof(lhs).sharding
+        of_lhs, of_rhs = [*sharding.spec], jax.typeof(rhs.qvalue).sharding.spec
+        if self.batch_groups > 1:
+            of_lhs[self.lhs_order[0]] = None  # images of all groups make one of the result
+        of_rhs = [of_rhs[rhs.storage_axes()[axis]] for axis in self.rhs_order]
+        spec = _result_spec([of_lhs[axis] for axis in self.lhs_order], of_rhs, 0, self.window.groups > 1, spatial)
+        return sharding.update(spec=spec) if _compat.explicit_mesh(jax.typeof(lhs)) else None
+
+    def out_sharding(self, lhs, rhs):
+        """The same in the user's order of the result."""
+        sharding = self.result_sharding(lhs, rhs)
+        return sharding and sharding.update(spec=PartitionSpec(*(sharding.spec[axis] for axis in self._out_axes)))
+
     def of_floats(self, lhs, rhs, precision, dtype):
-        """XLA's convolution of dense operands in the user's order."""
+        """XLA's convolution of dense operands in the user's order.
+
+        Groups of the batch become groups of channels: XLA may abort where it shards output channels of the former.
+        """
+        groups, (batch, channels, *_) = self.window.groups, self.numbers.lhs_spec
+        if self.batch_groups > 1:
+            groups = self.batch_groups
+            lhs = lhs.reshape(*lhs.shape[:batch], groups, lhs.shape[batch] // groups, *lhs.shape[batch + 1 :])
+            lhs = jnp.moveaxis(lhs, batch, channels)  # before the channels, as an axis went from before or behind them
+            lhs = lhs.reshape(*lhs.shape[:channels], -1, *lhs.shape[channels + 2 :])
         return jax.lax.conv_general_dilated(
-            *(lhs, rhs, *self.window[:4], self.numbers, self.window.groups, self.batch_groups, precision),
-            preferred_element_type=dtype,
+            *(lhs, rhs, *self.window[:4], self.numbers, groups, 1, precision), preferred_element_type=dtype
         )
+
+
+def abstract_result(lhs, rhs, shape, dtype, num_batch=0, grouped=False):
+    """The type of a result (*B, I, *P, O) of operands with these types."""
+    sharding = result_sharding(lhs, rhs, num_batch, grouped)
+    kept = {} if sharding is None else {"sharding": sharding}
+    return lhs.update(shape=shape, dtype=dtype, weak_type=False, **kept)
+
+
+def result_sharding(lhs, rhs, num_batch=0, grouped=False, spatial=False):
+    """The sharding of a result (*B, I, *P, O) on Explicit axes of a mesh; None where there are none.
+
+    It is that of the images and the output channels, of images where both have the same axis; with groups of channels
+    that of images alone. A product, with `spatial`, keeps that of the pixels too.
+    """
+    if not _compat.explicit_mesh(lhs):
+        return None
+    return lhs.sharding.update(spec=_result_spec(lhs.sharding.spec, rhs.sharding.spec, num_batch, grouped, spatial))
+
+
+def _result_spec(lhs, rhs, num_batch, grouped, spatial):
+    batch = [x if x is not None else y for x, y in zip(lhs[:num_batch], rhs[:num_batch])]
+    pixels = [entry if spatial else None for entry in lhs[num_batch + 1 : -1]]
+    taken, kept = set(), []
+    for entry in [*batch, lhs[num_batch], *pixels, None if grouped else rhs[num_batch]]:
+        kept.append(None if taken & set(mesh_axes(entry)) else entry)
+        taken |= set(mesh_axes(entry))
+    return PartitionSpec(*kept)
 
 
 def read(

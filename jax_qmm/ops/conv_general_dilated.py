@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_qmm import _compat
 from jax_qmm.dtypes import INT8, INT32, SCALE_DTYPES
+from jax_qmm.explicit_axes import on_auto_axes
 from jax_qmm.ops import checks, conv, conv_form, weight_only_conv
 from jax_qmm.ops.checks import Activation
 from jax_qmm.ops.contraction import float_operand, operand_scheme
@@ -65,9 +66,14 @@ def conv_general_dilated(
     channels as `contracted`. Other orders are transposed at each call, which `explain` shows.
 
     The derivative by a float lhs is that of the convolution with the dequantized rhs, straight through the quantizer;
-    the bias has one too. QArrays are constants, and 8-bit results and int32 have no derivative. Sharded over images or
-    output channels there is no communication, with one group of channels; sharded over input channels there is one
-    all-reduce of the sums. Spatial axes are gathered, and so are channels of several groups.
+    the bias has one too. QArrays are constants, and 8-bit results and int32 have no derivative.
+
+    Sharded over images or output channels there is no communication, with one group of channels. Sharded over input
+    channels there is one all-reduce of the sums, before bias and activation: of int32, and with a float lhs of float32
+    (of sums that each device rounds to the dtype of lhs, where XLA convolves). Blocks of channels that are sharded
+    need to be whole, of packed weights in parts of 128 channels. All else is gathered, as `explain` shows: spatial
+    axes but those of a product, and channels of several groups. On Explicit axes of a mesh the result is sharded as
+    images and output channels are. Where XLA convolves by itself, the compiler decides what is exchanged.
 
     Args:
       lhs: QArray of int8 with one scale or one for each image, or float32, bfloat16 or float16 array.
@@ -271,16 +277,21 @@ def _jvp(described, primals, tangents):
             f"conv_general_dilated with out_dtype {described.out_dtype} has no derivative, and {', '.join(moving)} "
             "would need one; where no gradient is wanted, pass jax.lax.stop_gradient of them"
         )
-    terms = []
-    if "lhs" in moving:
-        terms.append(_tangent_conv(described, moving["lhs"], rhs))
-    if "bias" in moving:
-        terms.append(described.form.along_channels(moving["bias"]).astype(jnp.float32))
-    y = None
+
+    def tangent_of(moving, rhs):
+        terms = []
+        if "lhs" in moving:
+            terms.append(_tangent_conv(described, moving["lhs"], rhs))
+        if "bias" in moving:
+            terms.append(described.form.along_channels(moving["bias"]).astype(jnp.float32))
+        return jnp.broadcast_to(sum(terms[1:], start=terms[0]), out.shape)
+
+    y, kind = None, jax.typeof(out)
     if described.activation != activations.NONE:
         linear = described._replace(activation=activations.NONE, out_dtype=jnp.dtype(jnp.float32))
         y = _differentiable_conv(linear, *primals)
-    tangent = activations.tangent(y, jnp.broadcast_to(sum(terms[1:], start=terms[0]), out.shape), described.activation)
+    tangent = on_auto_axes(tangent_of, kind.sharding if _compat.explicit_mesh(kind) else None, moving, rhs)
+    tangent = activations.tangent(y, tangent, described.activation)
     return out, _compat.align_varying([tangent.astype(described.out_dtype), out])[0]
 
 

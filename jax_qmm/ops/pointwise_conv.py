@@ -1,7 +1,9 @@
 """Convolutions whose window takes one value, as products of pixels and weights."""
 
+import jax
 import jax.numpy as jnp
 
+from jax_qmm.ops import conv_form
 from jax_qmm.ops.scaled_mm import scaled_mm_p
 
 
@@ -36,5 +38,5 @@ def as_product(lhs, rhs, vectors, *, num_batch, activation, out_dtype):
         activation=activation,
         out_dtype=out_dtype,
         fast_accum=False,
-        out_sharding=None,
+        out_sharding=conv_form.result_sharding(jax.typeof(lhs), jax.typeof(rhs), num_batch, spatial=True),
     )

@@ -156,12 +156,12 @@ class Partitioned:
         return "; ".join(words)
 
 
-_DIMENSIONS = {"k": "K", "n": "N"}
+_DIMENSIONS = {"k": "K", "n": "N", "i": "images", "s": "spatial axes", "c": "input channels", "o": "output channels"}
 
 
 def _sharding_rule(operands, results, shapes, units):
     """The factors as custom_partitioning takes them. A dimension with units is these and what each of them holds."""
-    sizes, whole = {}, set()
+    sizes, whole, split = {}, set(), set()
 
     def spell(factor, size):
         if factor not in units or size == units[factor]:
@@ -169,11 +169,11 @@ def _sharding_rule(operands, results, shapes, units):
             return factor
         rest = f"{factor}in{len(sizes)}"
         sizes[rest] = size // units[factor]
+        split.add(factor)
         return f"({factor} {rest})"
 
     inputs = ", ".join(" ".join(map(spell, factors, shape)) for factors, shape in zip(operands, shapes))
-    if sizes:
-        sizes |= {factor: count for factor, count in units.items() if factor not in whole}
+    sizes |= {factor: units[factor] for factor in split - whole}
     return f"{inputs} -> {', '.join(' '.join(factors) for factors in results)}", sizes
 
 

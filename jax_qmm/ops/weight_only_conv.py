@@ -4,8 +4,8 @@ A window of one value is a product, which `block_scaled_mm` computes. Of all oth
 pixels, for which reading the weights takes most of the time; for many pixels the weights are dequantized to the dtype
 of lhs at each call, and XLA convolves in it. A cost model decides.
 
-Weights that are no matrix of outputs by taps and channels, and windows that the kernel has not, are XLA's always. The
-jaxpr has a jit of the name `DEQUANTIZED_CONV` there, so that `explain` can tell.
+Weights that lie otherwise in memory than as outputs, taps and channels, and windows that the kernel has not, are XLA's
+always. The jaxpr has a jit of the name `DEQUANTIZED_CONV` there, so that `explain` can tell.
 """
 
 import functools
@@ -19,7 +19,8 @@ from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
 from jax_qmm import _compat, _extension
-from jax_qmm.ops import dispatch
+from jax_qmm.explicit_axes import gathered_unless_divided, on_auto_axes
+from jax_qmm.ops import conv_form, dispatch
 from jax_qmm.ops.block_scaled_mm import (
     OLDEST,
     block_scaled_mm,
@@ -45,11 +46,15 @@ def conv(form, lhs, rhs, bias, activation, out_dtype, precision):
         w = rhs.transpose(form.rhs_order).reshape(rhs.shape[out], rhs.shape[channels])
         bias = None if bias is None else bias.astype(jnp.float32)
         x = transposed(lhs, form.lhs_order)
-        return form.out(block_scaled_mm(x, w, bias, activation=_as_given(activation), out_dtype=out_dtype))
+        sharding = form.result_sharding(lhs, rhs, spatial=True)
+        if sharding is not None and bias is not None:
+            bias = jax.sharding.reshard(bias, sharding.update(spec=PartitionSpec(sharding.spec[-1])))
+        options = {"activation": _as_given(activation), "out_dtype": out_dtype, "out_sharding": sharding}
+        return form.out(block_scaled_mm(x, w, bias, **options))
     if form.batch_groups > 1 or form.window.groups > 1 or any(by != 1 for by in form.window.lhs_dilation):
         weights = None
     else:
-        weights = _matrix(form, rhs)
+        weights = _in_order(form, rhs)
     if weights is None:
         return jax_qmm_dequantized_conv(form, activation, out_dtype, precision, lhs, rhs, bias)
     w, vectors, block = weights
@@ -82,43 +87,55 @@ def _as_given(activation):
 _NAMES = {activations.NONE: None, activations.NAMED["gelu"]: "gelu", activations.NAMED["silu"]: "silu"}
 
 
-def _matrix(form, rhs):
-    """rhs as a matrix of outputs by taps and channels, its scale and zero point by blocks of these, and the length of
-    a block; None where its values or its blocks lie otherwise in memory."""
+def _in_order(form, rhs):
+    """rhs as the primitive has it, its scale and zero point, and the length of a block of channels; None where its
+    values or its blocks lie otherwise in memory."""
     order = form.rhs_order
     stored = [rhs.storage_axes()[axis] for axis in order]
     sizes, counts = [rhs.shape[axis] for axis in order], [rhs.scale.shape[axis] for axis in stored]
     block = rhs.tile_along(stored[-1])
+    if counts[0] not in (1, sizes[0]):
+        return None  # several outputs share a scale
     one_tap = all(size == 1 for size in sizes[1 : -max(1, rhs.merged_axes)])  # or taps and channels are merged
+    apart = lambda leaf: leaf
     if rhs.merged_axes:
         if stored != sorted(stored) or not one_tap:
             return None
+        unit = math.lcm(block if counts[-1] > 1 else 1, packing.COLUMNS if rhs.is_packed else 1)
+        if sizes[-1] % unit == 0 and 0 not in sizes:
+            apart = functools.partial(_taps_apart, sizes[1:-1])
     elif rhs.is_packed and (stored[-1] != rhs.ndim - 1 or not (one_tap or sizes[-1] % packing.COLUMNS == 0)):
         return None
-    elif all(count == 1 for count in counts[1:]):
-        block = math.prod(sizes[1:])  # an output channel has one scale
-    elif (sizes[-1] % block and not one_tap) or any(
-        count not in (1, size) for count, size in zip(counts[1:-1], sizes[1:-1])
-    ):
+    elif counts[-1] > 1 and sizes[-1] % block and not one_tap:
+        return None  # a block ends within a tap
+    elif any(count not in (1, size) for count, size in zip(counts[1:-1], sizes[1:-1])):
         return None
-    else:
-        counts[1:-1] = sizes[1:-1]
-    counts[0] = sizes[0]
     vectors = {"scale": rhs.scale} | ({} if rhs.zero_point is None else {"zero_point": rhs.zero_point})
-    of_rows = lambda leaf: leaf.reshape(sizes[0], math.prod(leaf.shape[1:]))
-    vectors = {name: of_rows(jnp.broadcast_to(transposed(x, stored), counts)) for name, x in vectors.items()}
-    return of_rows(transposed(rhs.qvalue, stored)), vectors, block
+    vectors = {name: apart(transposed(x, stored)) for name, x in vectors.items()}
+    return apart(transposed(rhs.qvalue, stored)), vectors, block
+
+
+def _taps_apart(taps, leaf):
+    """A leaf whose taps and channels are merged with each an axis, so that devices can take their channels of it."""
+    if leaf.shape[-1] == 1:
+        return leaf
+    leaf = gathered_unless_divided(leaf, -1, taps[0])
+    return leaf.reshape(leaf.shape[0], *taps, leaf.shape[-1] // math.prod(taps))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def jax_qmm_dequantized_conv(form, activation, out_dtype, precision, lhs, rhs, bias):
-    y = form.of_floats(lhs, rhs.dequantize(lhs.dtype), precision, None).astype(jnp.float32)
-    y = y if bias is None else y + form.along_channels(bias).astype(jnp.float32)
-    return activations.activate(y, activation).astype(out_dtype)
+    def of_floats(lhs, rhs, bias):
+        y = form.of_floats(lhs, rhs.dequantize(lhs.dtype), precision, None).astype(jnp.float32)
+        y = y if bias is None else y + form.along_channels(bias).astype(jnp.float32)
+        return activations.activate(y, activation).astype(out_dtype)
+
+    return on_auto_axes(of_floats, form.out_sharding(lhs, rhs), lhs, rhs, bias)
 
 
-# The primitive: operands lhs (I, *S, C), w (O, taps * C) or its packed bytes, and the vectors that `names` lists: scale
-# and zero_point (O, G), bias (O,)
+# The primitive: operands lhs (I, *S, C), w (O, *K, C) or its packed bytes, and the vectors that `names` lists: scale
+# and zero_point (O, *K, G), of which any may be 1, for blocks of channels, and bias (O,). Where w has taps and channels
+# merged, and no boundary of blocks between taps, K are ones and C stands for both.
 
 weight_only_conv_p = Primitive("weight_only_conv")
 
@@ -128,12 +145,7 @@ def _out_shape(lhs, w, window, taps):
 
 
 def _abstract_eval(lhs, w, *vectors, window, taps, out_dtype, **params):
-    shape = _out_shape(lhs, w, window, taps)
-    if not _compat.explicit_mesh(lhs):
-        return lhs.update(shape=shape, dtype=out_dtype, weak_type=False)
-    images, out = lhs.sharding.spec[0], w.sharding.spec[0]
-    spec = PartitionSpec(images, *(None,) * len(taps), None if out == images else out)
-    return lhs.update(shape=shape, dtype=out_dtype, weak_type=False, sharding=lhs.sharding.update(spec=spec))
+    return conv_form.abstract_result(lhs, w, _out_shape(lhs, w, window, taps), out_dtype)
 
 
 # Lowerings: to the kernel, to XLA and to the reference; each for the operands that one device holds
@@ -142,6 +154,8 @@ def _abstract_eval(lhs, w, *vectors, window, taps, out_dtype, **params):
 def _kernel(lhs, w, *vectors, names, window, taps, qtype, packed, block, activation, out_dtype, precision, workspace):
     rank = len(taps)
     three = lambda sizes, other=1: np.array((*(other,) * (_SPATIAL - rank), *sizes), np.int32)
+    block = _columns_of_a_scale(lhs, w, vectors[0], taps, block)
+    w, *vectors = _rows(w, *vectors)
     if not packed:
         w, vectors = packed_leaves(w, vectors)
     shape = _out_shape(lhs, w, window, taps)
@@ -169,15 +183,56 @@ _SPATIAL = 3  # axes that kernels have
 _ALIGNED = 8  # channels: kernels copy 16 bytes
 
 
-def _linear(lhs, w, scale, zero_point=None, bias=None, *, window, taps, precision, by_kernel=False, **weight):
+def _rows(w, *vectors):
+    """w and its vectors as kernels take them: a row of taps and channels for each output, and its scales."""
+
+    def rows(x):
+        if x.ndim == 1:  # the bias
+            return x
+        taps = x.shape[1:-1] if all(size == 1 for size in x.shape[1:]) else w.shape[1:-1]
+        return jnp.broadcast_to(x, (w.shape[0], *taps, x.shape[-1])).reshape(w.shape[0], math.prod(taps) * x.shape[-1])
+
+    return [rows(x) for x in (w, *vectors)]
+
+
+def _columns(lhs, w, taps):
+    """How many values the last axis of w has: channels of a tap, or of all taps where these are merged."""
+    return lhs.shape[-1] if w.shape[1:-1] == tuple(taps) else math.prod(taps) * lhs.shape[-1]
+
+
+def _columns_of_a_scale(lhs, w, scale, taps, block):
+    """How many values of a row of `_rows` share a scale."""
+    if scale.shape[-1] != 1:
+        return block
+    per_channel = all(size == 1 for size in scale.shape[1:])
+    return math.prod(taps) * lhs.shape[-1] if per_channel else _columns(lhs, w, taps)
+
+
+def _linear(
+    lhs,
+    w,
+    scale,
+    zero_point=None,
+    bias=None,
+    *,
+    window,
+    taps,
+    precision,
+    dequantize=products.dequantized,
+    **weight,
+):
     """The convolution with weights in the dtype of lhs, as float32 with the bias."""
-    dequantized = dequantized_by_kernel if by_kernel else products.dequantized
-    dense = dequantized(w, scale, zero_point, k=math.prod(taps) * lhs.shape[-1], dtype=lhs.dtype, **weight)
     axes = (0, lhs.ndim - 1, *range(1, lhs.ndim - 1))
     numbers = jax.lax.ConvDimensionNumbers(axes, axes, axes)
-    dense = dense.reshape(dense.shape[0], *taps, lhs.shape[-1])
-    y = jax.lax.conv_general_dilated(lhs, dense, *window[:4], numbers, precision=precision).astype(jnp.float32)
-    return y if bias is None else y + bias.astype(jnp.float32)
+
+    def of_floats(lhs, w, scale, zero_point, bias):
+        dense = dequantize(w, scale, zero_point, k=_columns(lhs, w, taps), dtype=lhs.dtype, **weight)
+        dense = dense.reshape(dense.shape[0], *taps, lhs.shape[-1])
+        y = jax.lax.conv_general_dilated(lhs, dense, *window[:4], numbers, precision=precision).astype(jnp.float32)
+        return y if bias is None else y + bias.astype(jnp.float32)
+
+    sharding = conv_form.result_sharding(jax.typeof(lhs), jax.typeof(w))
+    return on_auto_axes(of_floats, sharding, lhs, w, scale, zero_point, bias)
 
 
 def _by_floats(lhs, w, *vectors, names, activation, out_dtype, **params):
@@ -185,8 +240,12 @@ def _by_floats(lhs, w, *vectors, names, activation, out_dtype, **params):
     return activations.activate(y, activation).astype(out_dtype)
 
 
-def _by_xla_on_gpu(*operands, packed, **params):
-    return _by_floats(*operands, packed=packed, by_kernel=packed, **params)
+def _by_xla_on_gpu(lhs, w, *vectors, packed, taps, block, **params):
+    params |= {"packed": packed, "taps": taps}
+    if not packed:  # XLA reads these as fast as memory gives them
+        return _by_floats(lhs, w, *vectors, block=block, **params)
+    block = _columns_of_a_scale(lhs, w, vectors[0], taps, block)
+    return _by_floats(lhs, *_rows(w, *vectors), block=block, dequantize=dequantized_by_kernel, **params)
 
 
 def _unserved(platform, devices, operands, *, window, taps, block, **params):
@@ -194,6 +253,7 @@ def _unserved(platform, devices, operands, *, window, taps, block, **params):
         return why
     if not all(isinstance(size, int) for size in (*operands[0].shape[1:], *operands[1].shape)):
         return "only the images may be symbolic for kernels"
+    block = _columns_of_a_scale(*operands[:3], taps, block)
     return unserved_blocks(block, math.prod(taps) * operands[0].shape[-1])
 
 
@@ -214,10 +274,11 @@ def _by_xla(devices, operands, *, window, taps, **params):
 
 def _problem(operands, *, names, window, taps, qtype, block, out_dtype, **params):
     """What `BlockScaledMmProblem` is made of; None where shapes are symbolic."""
-    lhs, w, *_ = operands
+    lhs, w, scale, *_ = operands
     *pixels, n = _out_shape(lhs, w, window, taps)
     if not all(isinstance(size, int) for size in pixels):
         return None
+    block = _columns_of_a_scale(lhs, w, scale, taps, block)
     sizes = math.prod(pixels), n, math.prod(taps) * lhs.shape[-1], 1
     return *sizes, str(lhs.dtype), str(out_dtype), *weight_kind(names, operands, qtype, block), True
 
@@ -229,10 +290,10 @@ def _workspace(devices, operands, **params):
 
 def _describe(operands, results, *, names, window, taps, qtype, packed, block, activation, **params):
     lhs, w, scale, *_ = operands
-    terms = ["per channel" if scale.shape[-1] == 1 else f"blocks of {block}", "packed" if packed else "plain"]
+    columns = _columns_of_a_scale(lhs, w, scale, taps, block)
+    per_channel = all(size == 1 for size in scale.shape[1:])
+    terms = ["per channel" if per_channel else f"blocks of {columns}", "packed" if packed else "plain"]
     terms += [*names[1:], *([] if activation == activations.NONE else [str(activation)])]
-    if _compat.explicit_mesh(lhs) and any(lhs.sharding.spec[1:]):
-        terms.append("spatial axes gathered")
     weights = jax.ShapeDtypeStruct((w.shape[0], *taps, lhs.shape[-1]), qtype)
     return f"weight-only conv ({window.words(taps)}; {', '.join(terms)})", [lhs, weights]
 
@@ -265,13 +326,33 @@ def _batch(operands, dims, **params):
 # Sharding
 
 
-def _partitioned(run, shapes, *, names, taps, **params):
-    """By images and outputs, with no collective; a tap's channels are parts of blocks, and stay whole."""
-    spatial = [None] * len(taps)
-    of_rows = [["o", None] if len(shape) == 2 else ["o"] for shape in shapes[1:]]
-    local = functools.partial(run, OP, names=names, taps=taps, **params)
-    operands, result = [["i", *spatial, None], *of_rows], ["i", *spatial, "o"]
-    return partitioned(local, operands, [result], shapes, names=("lhs", "rhs", *names))
+def _partitioned(run, shapes, *, names, taps, packed, block, activation, out_dtype, **params):
+    of_weight = ["o", *"k" * len(taps), "c"]
+    operands = [["i", *"s" * len(taps), "c"], of_weight, *(of_weight if len(x) > 1 else ["o"] for x in shapes[2:])]
+    local = functools.partial(run, OP, taps=taps, packed=packed, block=block, **params)
+
+    def across(axes):
+        def sum_over_channels(*operands):
+            vectors = dict(zip(names, operands[2:]))
+            bias = vectors.pop("bias", None)
+            sums = local(
+                *(*operands[:2], *vectors.values()),
+                names=tuple(vectors),
+                activation=activations.NONE,
+                out_dtype=jnp.dtype(jnp.float32),
+            )
+            sums = jax.lax.psum(sums, axes)
+            return products.epilogue(sums, bias, num_batch=0, activation=activation, out_dtype=out_dtype)
+
+        return sum_over_channels
+
+    entire = functools.partial(local, names=names, activation=activation, out_dtype=out_dtype)
+    (*_, channels), (_, *apart, _), (*_, blocks) = shapes[:3]
+    unit = math.lcm(1 if blocks == 1 else block, packing.COLUMNS if packed else 1)
+    divisible = channels % unit == 0 and tuple(apart) == taps
+    units = {"s": 1, "k": 1, "c": channels // unit if divisible else 1}
+    result, sides = ["i", *"s" * len(taps), "o"], ("lhs", "rhs", *names)
+    return partitioned(entire, operands, [result], shapes, names=sides, over=("c",), across=across, units=units)
 
 
 # Registration

@@ -1,13 +1,10 @@
-"""conv_general_dilated under vmap, grad, sharding and export."""
-
-import re
+"""conv_general_dilated under vmap, grad and export; test_conv_sharding.py has sharding."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conv_oracle import int8
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jax_qmm
 from jax_qmm import W4A16, W8A8, QArray
@@ -129,87 +126,6 @@ def test_results_of_integers_have_no_derivative():
     with pytest.raises(TypeError, match="out_dtype int8 has no derivative, and lhs would need one"):
         jax.grad(lambda x: f(x).sum())(normal(2, 5, 4, 8))
     assert jax.grad(lambda x: f(jax.lax.stop_gradient(x)).sum())(normal(2, 5, 4, 8)).shape == (2, 5, 4, 8)
-
-
-# Sharding
-
-
-def collectives(compiled):
-    return sorted(
-        re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", compiled.as_text())
-    )
-
-
-def run_sharded(axes, kind=AxisType.Auto, groups=1):
-    """The sharding of a result that is as it should be, and the program's collectives, given the axes' mesh axes."""
-    args = operands(8, 8, 8, groups)
-    i, o, c, columns = (axes.get(name) for name in ("images", "out", "channels", "columns"))
-    specs = dict(lhs=P(i, None, columns, c), rhs=P(o, None, None, c), bias=P(o))
-    specs |= {name: P(i) for name in ("scale_l", "zero_l")} | {name: P(o) for name in ("scale_r", "zero_r")}
-    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("x", "y"), axis_types=(kind,) * 2)
-    f = lambda args: conv(**args, feature_group_count=groups)
-    with jax.set_mesh(mesh):
-        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in args.items()}
-        compiled = jax.jit(f).lower(placed).compile()
-        got = compiled(placed)
-    np.testing.assert_array_equal(got, f({name: jnp.asarray(x) for name, x in args.items()}))
-    return got.sharding.spec, collectives(compiled)
-
-
-@pytest.mark.parametrize(
-    ("axes", "spec", "want"),
-    [
-        (dict(images="x"), P("x"), []),
-        (dict(images=("x", "y")), P(("x", "y")), []),
-        (dict(out="y"), P(None, None, None, "y"), []),
-        (dict(images="x", out="y"), P("x", None, None, "y"), []),
-        (dict(channels="y"), P(), ["all-reduce"]),
-        (dict(images="x", channels="y"), P("x"), ["all-reduce"]),
-        (dict(columns="x"), None, None),
-    ],
-    ids=str,
-)
-def test_sharding(axes, spec, want):
-    got_spec, got = run_sharded(axes)
-    if want is not None:
-        assert got == want
-        assert tuple(got_spec) + (None,) * (4 - len(got_spec)) == tuple(spec) + (None,) * (4 - len(spec))
-
-
-@pytest.mark.parametrize("axes", [dict(images="x"), dict(out="y"), dict(images="x", channels="y")], ids=str)
-def test_sharding_of_groups(axes):
-    _, got = run_sharded(axes, groups=2)
-    assert got == [] if axes == dict(images="x") else "all-reduce" not in got
-
-
-@pytest.mark.parametrize("axes", [dict(images="x"), dict(images="x", out="y"), dict(columns="y")], ids=str)
-def test_explicit_sharding(axes):
-    spec, got = run_sharded(axes, AxisType.Explicit)
-    if "columns" not in axes:
-        assert got == [] and tuple(spec) == (axes["images"], None, None, axes.get("out"))
-
-
-def test_explain_names_sharded_spatial_axes():
-    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("x",), axis_types=(AxisType.Explicit,))
-    w = W8A8().quantize_weight(normal(6, 3, 2, 8), (1, 2, 3))
-    with jax.set_mesh(mesh):
-        x = jax.device_put(np.ones((2, 4, 4, 8), np.int8), NamedSharding(mesh, P(None, "x")))
-        f = lambda x: jax_qmm.conv_general_dilated(QArray(x, jnp.ones((1, 1, 1, 1))), w, **NHWC)
-        rows = jax_qmm.explain(f, x).rows
-    assert any("spatial axes gathered" in row.op for row in rows)
-
-
-@pytest.mark.parametrize("manual", [{"x", "y"}, {"x"}], ids=["all axes", "one axis"])
-@pytest.mark.parametrize("auto", [P(), P(None, None, None, "y"), P("y")], ids=str)
-def test_in_a_shard_map(manual, auto):
-    """Also of one axis of two; channels or output channels of rhs may be sharded over the other one."""
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    args = {name: jnp.asarray(x) for name, x in operands(8).items()}
-    specs = {name: P("x") if name in ("lhs", "scale_l", "zero_l") else P() for name in args}
-    f = lambda args: conv(**args)
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=P("x"), axis_names=manual)
-    got = jax.jit(mapped)(args | {"rhs": jax.device_put(args["rhs"], NamedSharding(mesh, auto))})
-    np.testing.assert_array_equal(got, f(args))
 
 
 # Export

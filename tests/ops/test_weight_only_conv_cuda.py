@@ -1,0 +1,57 @@
+"""Convolutions with weights in blocks, in the programs that XLA compiles for H200s, compiled without one."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_qmm
+
+DEVICES, CHANNELS = 4, 512
+X = jax.ShapeDtypeStruct((8, 8, 7, CHANNELS), jnp.bfloat16)
+BIAS = jax.ShapeDtypeStruct((128,), jnp.float32)
+W = jax.eval_shape(lambda: jax_qmm.quantize(jnp.ones((128, 3, 3, CHANNELS)), jnp.int4, tile_size=64).pack())
+LEAVES, TREE = jax.tree.flatten(W)
+
+of_all = lambda spec: [spec] * len(LEAVES)
+SHARDED = {  # name: specs of x, bias and the leaves of w
+    "one device": [P(), P(), *of_all(P())],
+    "images": [P("d"), P(), *of_all(P())],
+    "output channels": [P(), P("d"), *of_all(P("d"))],
+    "input channels": [P(None, None, None, "d"), P(), *of_all(P(None, None, None, "d"))],
+    "rows of images": [P(None, "d"), P(), *of_all(P())],
+}
+
+
+def conv(x, bias, *leaves):
+    options = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
+    w = jax.tree.unflatten(TREE, leaves)
+    return jax_qmm.conv_general_dilated(x, w, **options, bias=bias, activation="relu")
+
+
+def compile_for_h200():
+    """Prints {name: optimized module} as JSON."""
+    from conftest import sharded_modules
+
+    print(json.dumps(sharded_modules(conv, [X, BIAS, *LEAVES], SHARDED, DEVICES)))
+
+
+@pytest.fixture(scope="module")
+def h200(optimized_modules):
+    return optimized_modules(__file__)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_compiled_for_h200(h200, name):
+    text = h200[name]
+    assert re.findall(r'custom_call_target="(\w+)"', text) == ["jax_qmm_weight_only_conv"]
+    collectives = re.findall(r"= \(*(\w+)\[.*? (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    want = {"input channels": [("f32", "all-reduce")], "rows of images": [("bf16", "all-gather")]}
+    assert collectives == want.get(name, [])
+
+
+if __name__ == "__main__":
+    compile_for_h200()
