@@ -181,6 +181,7 @@ def _kernel(lhs, w, *vectors, names, window, taps, qtype, packed, block, activat
 
 _SPATIAL = 3  # axes that kernels have
 _ALIGNED = 8  # channels: kernels copy 16 bytes
+_UNIT = 32  # channels of a block: kernels scale the sums of so many, and with float zero points of half of them
 
 
 def _rows(w, *vectors):
@@ -240,6 +241,11 @@ def _by_floats(lhs, w, *vectors, names, activation, out_dtype, **params):
     return activations.activate(y, activation).astype(out_dtype)
 
 
+def _reference(lhs, *operands, **params):
+    """In float32, as kernels scale and sum."""
+    return _by_floats(lhs.astype(jnp.float32), *operands, **params)
+
+
 def _by_xla_on_gpu(lhs, w, *vectors, packed, taps, block, **params):
     params |= {"packed": packed, "taps": taps}
     if not packed:  # XLA reads these as fast as memory gives them
@@ -258,7 +264,7 @@ def _unserved(platform, devices, operands, *, window, taps, block, **params):
 
 
 def _by_xla(devices, operands, *, window, taps, **params):
-    lhs = operands[0]
+    lhs, columns = operands[0], _columns_of_a_scale(*operands[:3], taps, params["block"])
     why, rest = "", f"weights dequantized once, then a convolution of {lhs.dtype}"
     if lhs.dtype == jnp.float32:
         why = ", which kernels do not take"
@@ -266,10 +272,21 @@ def _by_xla(devices, operands, *, window, taps, **params):
         why = f": kernels take channels in multiples of {_ALIGNED}, and there are {lhs.shape[-1]}"
     elif len(taps) > _SPATIAL:
         why = f": there are {len(taps)} spatial axes, and kernels have {_SPATIAL}"
+    elif (
+        columns % _UNIT
+        and columns < math.prod(taps) * lhs.shape[-1]
+        and not _has_float_zeros(operands, params["names"])
+    ):
+        why = f": kernels take blocks in multiples of {_UNIT} channels, and they have {columns}"
     elif (problem := _problem(operands, window=window, taps=taps, **params)) is not None:
         if _extension.dequantizes_once(devices, problem):
             why = ", which is predicted to be faster than kernels"
     return f"{rest}{why}" if why else None
+
+
+def _has_float_zeros(operands, names):
+    zero_point = dict(zip(names, operands[2:])).get("zero_point")
+    return zero_point is not None and zero_point.dtype != jnp.int8
 
 
 def _problem(operands, *, names, window, taps, qtype, block, out_dtype, **params):
@@ -361,7 +378,7 @@ OP = dispatch.Op(
     name="conv_general_dilated",
     targets=("jax_qmm_weight_only_conv", "jax_qmm_dequantize_weights"),
     kernel=_kernel,
-    reference=_by_floats,
+    reference=_reference,
     unserved=_unserved,
     describe=_describe,
     choice=_choice,
