@@ -1,12 +1,14 @@
 """nnx.Conv with quantized kernels: as conv_general_dilated computes them, in the dtypes that Flax has."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from random_arrays import RANDOM, data
 
 import jax_qmm
@@ -117,6 +119,29 @@ def test_a_stack_of_layers():
 def test_why_a_layer_stays_in_float(options, scheme, reason):
     layer = nnx.Conv(8, 4, (3,), rngs=nnx.Rngs(0), **options)
     assert quantized(layer, scheme)[1].reason == reason
+
+
+@pytest.mark.parametrize("scheme", [W8A8(), W4A16(64)], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis", [2, 3])
+def test_a_sharded_kernel(axis, kind, scheme):
+    """By input or output channel: of the convolution itself nothing is gathered, and the sums are added up once."""
+    mesh = jax.make_mesh((4,), ("m",), axis_types=(kind,))
+    spec = P(*("m" if i == axis else None for i in range(4)))
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), spec)
+    with jax.set_mesh(mesh):
+        float_layer = nnx.Conv(512, 8, (3, 2), kernel_init=init, rngs=nnx.Rngs(0))
+        layer, _ = qnnx.quantize_model(float_layer, [Rule(".*", scheme)])
+        x = data(2, 4, 3, 512)
+        sharded = jax.device_put(x, NamedSharding(mesh, P(None, None, None, "m" if axis == 2 else None)))
+        graph, state = nnx.split(layer)
+        compiled = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, sharded).compile()
+        got = compiled(state, sharded)
+    found = re.findall(r"= (\w+)\[.* (all-\w+|collective-permute|reduce-scatter)\(", compiled.as_text())
+    of_scheme = {"int8": ["s32", "s32"], "int4": ["f32"]}[str(scheme)[:4]]  # of int8 the bits of a maximum too
+    assert sorted(found) == [(dtype, "all-reduce") for dtype in of_scheme if axis == 2]
+    want = quantized(nnx.Conv(512, 8, (3, 2), rngs=nnx.Rngs(0)), scheme)[0](x)
+    np.testing.assert_allclose(got, want, rtol=0, atol=3072 * 2.0**-24 * 2 * float(jnp.abs(want).max() + 8))
 
 
 def test_out_sharding_is_refused():

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jax_qmm.dtypes import INT4, INT8, array_bytes
+from jax_qmm.explicit_axes import gathered_unless_divided
 from jax_qmm.ops.quantize import quantize
 from jax_qmm.qarray import QArray
 from jax_qmm.schemes.granularity import checked_tile_size, contracted_last, granularity_of
@@ -66,6 +67,8 @@ class WeightInBlocks:
         """
         stored, back = contracted_last(kernel, contracted)
         n = stored.ndim - len(contracted)
+        for axis in range(n + 1, stored.ndim):
+            stored = gathered_unless_divided(stored, axis, 1)  # merged axes are sharded by the first of them alone
         rows = stored.reshape(*stored.shape[:n], math.prod(stored.shape[n:]))
         q = self._in_blocks(rows, rows.shape[-1:], clip_search=self.clip_search)
         return q.pack().reshape(stored.shape).transpose(back)
