@@ -208,16 +208,18 @@ def _batch_images(operands, dims, of_images, names, num_batch, **params):
     """Where only images are mapped they become one longer axis."""
     at, count = num_batch, operands[0].shape[dims[0]]
     images = operands[0].shape[num_batch + (dims[0] <= num_batch)]
+    behind = conv_form.mapped_behind(operands[0], dims[0], num_batch)
+    sizes = (images, count) if behind else (count, images)
 
     def longer(x, dim, of):
         if not of or (dim is None and x.shape[at] == 1):
             return x
-        x = jnp.expand_dims(x, at) if dim is None else jnp.moveaxis(x, dim, at)
-        x = jnp.broadcast_to(x, (*x.shape[:at], count, images, *x.shape[at + 2 :]))
+        x = jnp.expand_dims(x, at + behind) if dim is None else jnp.moveaxis(x, dim, at + behind)
+        x = jnp.broadcast_to(x, (*x.shape[:at], *sizes, *x.shape[at + 2 :]))
         return x.reshape(*x.shape[:at], count * images, *x.shape[at + 2 :])
 
     out = conv_p.bind(*map(longer, operands, dims, of_images), names=names, num_batch=num_batch, **params)
-    return out.reshape(*out.shape[:at], count, images, *out.shape[at + 1 :]), at
+    return out.reshape(*out.shape[:at], *sizes, *out.shape[at + 1 :]), at + behind
 
 
 # Sharding

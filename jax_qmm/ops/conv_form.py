@@ -175,6 +175,17 @@ def _result_spec(lhs, rhs, num_batch, grouped, spatial):
     return PartitionSpec(*kept)
 
 
+def mapped_behind(lhs, dim, num_batch=0):
+    """Whether an axis of lhs that a vmap maps becomes one with the images behind them and not before.
+
+    Images that Explicit axes of a mesh share have to come first, as they stay together on a device.
+    """
+    kind = jax.typeof(lhs)
+    if not _compat.explicit_mesh(kind):
+        return False
+    return kind.sharding.spec[dim] is None and kind.sharding.spec[num_batch + (dim <= num_batch)] is not None
+
+
 def read(
     lhs: Any,
     rhs: Any,

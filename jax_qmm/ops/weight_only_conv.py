@@ -330,9 +330,10 @@ def _batch(operands, dims, **params):
     """Images that are mapped become one longer axis; weights that are mapped, XLA's grouped convolution."""
     lhs, *weights = operands
     if all(dim is None for dim in dims[1:]):
-        lhs = jnp.moveaxis(lhs, dims[0], 0)
-        out = weight_only_conv_p.bind(lhs.reshape(-1, *lhs.shape[2:]), *weights, **params)
-        return out.reshape(*lhs.shape[:2], *out.shape[1:]), 0
+        at = int(conv_form.mapped_behind(lhs, dims[0]))
+        lhs = jnp.moveaxis(lhs, dims[0], at)
+        out = weight_only_conv_p.bind(lhs.reshape(lhs.shape[0] * lhs.shape[1], *lhs.shape[2:]), *weights, **params)
+        return out.reshape(*lhs.shape[:2], *out.shape[1:]), at
 
     def jax_qmm_dequantized_conv(*operands):
         return _by_floats(*operands, **params)

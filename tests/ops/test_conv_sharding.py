@@ -272,6 +272,24 @@ def test_explicit_axes(axes, form, scheme):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("mapped", [0, 2])
+@pytest.mark.parametrize("axes", [(None, "x"), ("x", None), ("x", "y")], ids=str)
+def test_vmap_on_explicit_axes(axes, mapped, scheme):
+    """Of images of which Explicit axes share the mapped axis, the others, or both: nothing is gathered."""
+    w = SCHEMES[scheme].quantize_weight(normal(6, 3, 2, 8, seed=1), (1, 2, 3))
+    f = lambda x: jax_qmm.conv_general_dilated(x, w, **NHWC, scheme=SCHEMES[scheme], precision="highest")
+    x = normal(2, 8, 5, 4, 8)
+    want = jax.vmap(f)(x)
+    mesh = make_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        placed = place(mesh, jnp.moveaxis(x, 0, mapped), *((*axes,) if mapped == 0 else (axes[1], None, axes[0])))
+        compiled = jax.jit(jax.vmap(f, mapped)).lower(placed).compile()
+        got = compiled(placed)
+    assert collectives(compiled) == [] and tuple(got.sharding.spec)[:2] == axes
+    np.testing.assert_allclose(got, want, rtol=0, atol=2 * 48 * 2.0**-24 * 48)
+
+
 # explain
 
 
