@@ -11,8 +11,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateI
 from jax_qmm import _extension
 from jax_qmm.dtypes import INT4, QTYPES
 from jax_qmm.ops import dispatch
+from jax_qmm.ops.conv import conv_p
 from jax_qmm.ops.dequantized_dot import dequantized_reason
-from jax_qmm.ops.weight_only_conv import DEQUANTIZED_CONV
+from jax_qmm.ops.weight_only_conv import DEQUANTIZED_CONV, weight_only_conv_p
 from jax_qmm.text_table import format_table
 from jax_qmm.traced_shardings import TracedShardings, inner_jaxprs
 
@@ -24,8 +25,9 @@ class OpRow:
     Attributes:
       op: "scaled_mm", "block_scaled_mm", "quantize" or "dequantized dot", with what belongs to it in parentheses;
         "expand" of int4 weights to 8 bits, for 8-bit activations, and "widen" of float8 ones to float16, for int4
-        weights; "transpose" of quantized values, for a weight that is stored in another order than the kernel reads;
-        or a product of jax.lax that stayed float, as "dot_general" and "conv_general_dilated".
+        weights; "transpose" of quantized values, for a weight that is stored in another order than the kernel reads,
+        or of the images of a convolution; or a product of jax.lax that stayed float, as "dot_general" and
+        "conv_general_dilated".
       inputs: dtypes and shapes of the matrices, or of what is quantized; inside a shard_map those of one
         device.
       out: dtype and shape of the result.
@@ -131,6 +133,7 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
 
 
 _FLOAT_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+_CONVS = (conv_p, weight_only_conv_p)
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
@@ -149,9 +152,10 @@ def trace(fn: Callable, *args, **kwargs) -> ClosedJaxpr:
 def _walk(
     jaxpr: Jaxpr, count: int, inside: tuple[str, ...], where: tuple, shardings: TracedShardings
 ) -> Iterator[OpRow]:
+    of_convs = {id(var) for eqn in jaxpr.eqns if eqn.primitive in _CONVS for var in (*eqn.invars[:2], *eqn.outvars)}
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if described := _describe(eqn, where):
+        if described := _describe(eqn, where, of_convs):
             op, inputs, runs_on = described
             types = " x ".join(map(_typed, inputs)), _typed(eqn.outvars[0].aval)
             exchanged = _exchanged(eqn, shardings)
@@ -183,8 +187,11 @@ def _exchanged(eqn, shardings):
     return dispatch.exchanged(op, operands, results, [shardings.of(var) for var in eqn.invars], **params)
 
 
-def _describe(eqn, where):
-    """What to call an equation, its inputs and what runs it; None if it is neither quantized nor a product."""
+def _describe(eqn, where, of_convs):
+    """What to call an equation, its inputs and what runs it; None if it is neither quantized nor a product.
+
+    `of_convs` has what quantized convolutions of the same jaxpr read and write, by identity.
+    """
     if op := dispatch.OPS.get(eqn.primitive):
         operands, results, params = _of_op(eqn)
         label, shown = op.describe(operands, results, **params)
@@ -192,6 +199,8 @@ def _describe(eqn, where):
     avals = [var.aval for var in eqn.invars]
     if eqn.primitive.name == "transpose" and avals[0].dtype in (*QTYPES, INT4):
         return "transpose", avals, "XLA, at each call: store the axes that the product contracts last"
+    if eqn.primitive.name == "transpose" and of_convs & {id(var) for var in (*eqn.invars, *eqn.outvars)}:
+        return "transpose", avals, "XLA, at each call: kernels have the channels of images last"
     if why := dequantized_reason(str(eqn.params.get("name", ""))):
         return "dequantized dot", avals, f"reference: {why}"
     if str(eqn.params.get("name", "")) == DEQUANTIZED_CONV:

@@ -297,6 +297,16 @@ def test_a_scheme_keeps_lhs_float_beside_plain_int8():
     assert_same(got, np.asarray(want))
 
 
+@pytest.mark.parametrize("scheme", [W8A8(), W4A16(2)], ids=str)
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_explain_names_transposes_of_images(scheme, layout):
+    w = scheme.quantize_weight(jnp.ones((4, 3, 3, 6)), (1, 2, 3))
+    f = lambda x: jax_qmm.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=(layout, "OHWI", layout))
+    x = jnp.ones((2, 8, 8, 6) if layout == "NHWC" else (2, 6, 8, 8), jnp.bfloat16)
+    rows = [row for row in jax_qmm.explain(f, x).rows if row.op == "transpose"]
+    assert [row.out[row.out.index("[") :] for row in rows] == ([] if layout == "NHWC" else ["[2,8,8,6]", "[2,4,8,8]"])
+
+
 # Bad input
 
 X, Q = np.ones((2, 8, 8, 6), np.float32), W8A8().quantize_weight(jnp.ones((3, 3, 6, 4)), (0, 1, 2))
