@@ -254,6 +254,17 @@ def test_weight_only_is_the_convolution_of_dequantized_weights(kind, taps):
 WEIGHT_ONLY = (W4A16(4), W4A16(4, symmetric=False), W4A16(None), W8A16(8), W8A16(None, symmetric=False))
 
 
+@pytest.mark.parametrize("scales", [(4, 1, 1, 1), (4, 1, 1, 2), (4, 3, 3, 1), (1, 3, 1, 2)])
+def test_scales_of_several_outputs_and_taps(scales):
+    rng = np.random.default_rng(0)
+    values, x = rng.integers(-8, 8, (16, 3, 3, 8)), image(2, 6, 5, 8, seed=1)
+    w = QArray(jnp.asarray(values, jnp.int4), jnp.asarray(rng.uniform(0.5, 2, scales), jnp.float32))
+    options = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
+    got = jax_qmm.conv_general_dilated(jnp.asarray(x), w, **options)
+    want = jax.lax.conv_general_dilated(jnp.asarray(x), w.dequantize(), **options)
+    np.testing.assert_allclose(got, want, rtol=0, atol=75 * 2.0**-24 * 72 * 16 * np.abs(x).max())
+
+
 @given(cases())
 def test_weight_only_of_every_parameter(drawn):
     c, orders, pick, seed = drawn

@@ -53,5 +53,20 @@ def test_compiled_for_h200(h200, name):
     assert collectives == want.get(name, [])
 
 
+@pytest.mark.parametrize(("block", "calls"), [(16, []), (32, ["jax_qmm_weight_only_conv"])])
+def test_blocks_of_any_images(block, calls):
+    """Kernels multiply 32 channels of a block at once; what no kernel serves is not left to the run."""
+    w = jax.eval_shape(lambda: jax_qmm.quantize(jnp.ones((128, 3, 3, CHANNELS)), jnp.int4, tile_size=block))
+    options = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
+    images = jax.export.symbolic_shape("n, 8, 7, 512")
+    traced = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, **options))
+    exported = jax.export.export(
+        traced,
+        platforms=["cuda"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jax_qmm_weight_only_conv")],
+    )(jax.ShapeDtypeStruct(images, jnp.bfloat16), w)
+    assert sorted(set(re.findall(r"@(jax_qmm_weight_only_conv)\b", exported.mlir_module()))) == calls
+
+
 if __name__ == "__main__":
     compile_for_h200()
