@@ -12,6 +12,7 @@ from jax.interpreters import batching
 from jax_qmm import _compat, _extension
 from jax_qmm.dtypes import INT32
 from jax_qmm.ops import conv_form, dispatch, matmul_form
+from jax_qmm.ops.conv_form import SPATIAL, in_three
 from jax_qmm.ops.pointwise_conv import as_product
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.reference import activation as activations, conv as reference
@@ -69,11 +70,11 @@ def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype)
     vectors = _with_sums(lhs, rhs, dict(zip(names, vectors)), window)
     if (padded := _padded(rhs.shape[1:], window)) != rhs.shape[-1]:
         lhs, rhs = _pad_groups(lhs, window.groups, padded), _pad_groups(rhs, 1, padded)
-    in_three = lambda x: x.reshape(*x.shape[:2], *_three(x.shape[2:-1]), x.shape[-1])
-    result = (math.prod(shape[:num_batch]), shape[num_batch], *_three(shape[num_batch + 1 : -1]), shape[-1])
-    strides, before, dilation = (np.array(sizes, np.int32) for sizes in _in_three(window))
+    reshaped = lambda x: x.reshape(*x.shape[:2], *in_three(x.shape[2:-1]), x.shape[-1])
+    result = (math.prod(shape[:num_batch]), shape[num_batch], *in_three(shape[num_batch + 1 : -1]), shape[-1])
+    strides, before, dilation = (np.array(sizes, np.int32) for sizes in window.moves())
     out = jax.ffi.ffi_call("jax_qmm_conv", jax.ShapeDtypeStruct(result, out_dtype))(
-        *(in_three(lhs), in_three(rhs), *vectors.values()),
+        *(reshaped(lhs), reshaped(rhs), *vectors.values()),
         strides=strides,
         before=before,
         dilation=dilation,
@@ -86,20 +87,9 @@ def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype)
     return out.reshape(shape)
 
 
-_SPATIAL = 3  # axes that kernels have
 _ALIGNED = 4  # channels: kernels copy 4 bytes at least
 _MOST_TAPS, _MOST_GROUPS = 256, 65535  # as cuda/conv/conv.h has them
 _OLDEST = 80  # compute capability 8.0, the first that they were tested for
-
-
-def _three(sizes, other=1):
-    """Of so many axes as kernels have, of which a convolution may have the last ones alone."""
-    return (*(other,) * (_SPATIAL - len(sizes)), *sizes)
-
-
-def _in_three(window):
-    """The strides, the padding before the image, and the dilation of a window, as kernels have them."""
-    return _three(window.strides), _three([before for before, _ in window.padding], 0), _three(window.rhs_dilation)
 
 
 def _padded(rhs, window):
@@ -152,8 +142,8 @@ def _unserved(platform, devices, operands, *, num_batch, window, **params):
         return why
     lhs, rhs = (x.shape[num_batch:] for x in operands[:2])
     rank = len(window.strides)
-    if rank > _SPATIAL:
-        return f"there are {rank} spatial axes; kernels serve up to {_SPATIAL}"
+    if rank > SPATIAL:
+        return f"there are {rank} spatial axes; kernels serve up to {SPATIAL}"
     if not all(isinstance(size, int) for size in (*lhs[1:], *rhs)):
         return "only the batch may be symbolic for kernels"
     if any(by != 1 for by in window.lhs_dilation):
@@ -185,7 +175,7 @@ def _choice(operands, results, *, names, num_batch, window, out_dtype, **params)
         return "kernel, chosen at run time: the shapes are symbolic"
     padded = _padded(rhs, window)
     axes = slice(num_batch + 1, -1)
-    sizes = _three(operands[0].shape[axes]), _three(taps), _three(shape[axes]), *_in_three(window)
+    sizes = in_three(operands[0].shape[axes]), in_three(taps), in_three(shape[axes]), *window.moves()
     images = math.prod(shape[:num_batch]), shape[num_batch]
     words = [_extension.describe_conv((*images, padded, shape[-1], window.groups, *sizes, str(out_dtype)))]
     words += [f"channels padded to {padded} at each call"] if padded != channels else []

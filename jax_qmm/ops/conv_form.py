@@ -16,6 +16,17 @@ from jax_qmm.explicit_axes import gathered_unless_divided
 from jax_qmm.ops.product import transposed
 from jax_qmm.ops.sharding import mesh_axes
 
+SPATIAL = 3  # axes that kernels have
+
+
+def in_three(sizes, other=1):
+    """Of as many axes as kernels have, of which a convolution may have the last ones alone.
+
+    >>> in_three((5, 6))
+    (1, 5, 6)
+    """
+    return (*(other,) * (SPATIAL - len(sizes)), *sizes)
+
 
 class Window(NamedTuple):
     """How the window moves along each spatial axis, and the groups of channels.
@@ -37,6 +48,11 @@ class Window(NamedTuple):
         one = lambda sizes: jax.ShapeDtypeStruct((1, 1, *sizes), jnp.float32)
         conv = lambda lhs, rhs: jax.lax.conv_general_dilated(lhs, rhs, *self[:4])
         return jax.eval_shape(conv, one(lhs), one(rhs)).shape[2:]
+
+    def moves(self):
+        """The strides, the padding before the image, and the dilation, of as many axes as kernels have."""
+        before = [before for before, _ in self.padding]
+        return in_three(self.strides), in_three(before, 0), in_three(self.rhs_dilation)
 
     def is_product(self, taps):
         """Whether a window of so many taps along each axis takes one value alone, and all in turn."""

@@ -30,6 +30,7 @@ from jax_qmm.ops.block_scaled_mm import (
     unserved_blocks,
     weight_kind,
 )
+from jax_qmm.ops.conv_form import SPATIAL, in_three
 from jax_qmm.ops.product import transposed
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.ops.weight_only_dot import is_weight_only as is_weight_only  # which weights they are
@@ -152,23 +153,22 @@ def _abstract_eval(lhs, w, *vectors, window, taps, out_dtype, **params):
 
 
 def _kernel(lhs, w, *vectors, names, window, taps, qtype, packed, block, activation, out_dtype, precision, workspace):
-    rank = len(taps)
-    three = lambda sizes, other=1: np.array((*(other,) * (_SPATIAL - rank), *sizes), np.int32)
     block = _columns_of_a_scale(lhs, w, vectors[0], taps, block)
     w, *vectors = _rows(w, *vectors)
     if not packed:
         w, vectors = packed_leaves(w, vectors)
     shape = _out_shape(lhs, w, window, taps)
-    in_three = lambda shape: (shape[0], *(1,) * (_SPATIAL - rank), *shape[1:])
-    results = [jax.ShapeDtypeStruct(in_three(shape), out_dtype)]
+    of_kernel = lambda shape: (shape[0], *in_three(shape[1:-1]), shape[-1])
+    results = [jax.ShapeDtypeStruct(of_kernel(shape), out_dtype)]
+    strides, before, dilation = (np.array(sizes, np.int32) for sizes in window.moves())
     if workspace:
         results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
     out, *_ = jax.ffi.ffi_call("jax_qmm_weight_only_conv", results)(
-        *(lhs.reshape(in_three(lhs.shape)), *(x[None] for x in (w, *vectors))),
-        taps=three(taps),
-        strides=three(window.strides),
-        before=three([before for before, _ in window.padding], 0),
-        dilation=three(window.rhs_dilation),
+        *(lhs.reshape(of_kernel(lhs.shape)), *(x[None] for x in (w, *vectors))),
+        taps=np.array(in_three(taps), np.int32),
+        strides=strides,
+        before=before,
+        dilation=dilation,
         bits=np.int32(jnp.iinfo(qtype).bits),
         block=np.int32(block),
         names=" ".join(names[1:]),
@@ -179,7 +179,6 @@ def _kernel(lhs, w, *vectors, names, window, taps, qtype, packed, block, activat
     return out.reshape(shape)
 
 
-_SPATIAL = 3  # axes that kernels have
 _ALIGNED = 8  # channels: kernels copy 16 bytes
 _UNIT = 32  # channels of a block: kernels scale the sums of so many, and with float zero points of half of them
 
@@ -270,8 +269,8 @@ def _by_xla(devices, operands, *, window, taps, **params):
         why = ", which kernels do not take"
     elif lhs.shape[-1] % _ALIGNED or lhs.shape[-1] == 0:
         why = f": kernels take channels in multiples of {_ALIGNED}, and there are {lhs.shape[-1]}"
-    elif len(taps) > _SPATIAL:
-        why = f": there are {len(taps)} spatial axes, and kernels have {_SPATIAL}"
+    elif len(taps) > SPATIAL:
+        why = f": there are {len(taps)} spatial axes, and kernels have {SPATIAL}"
     elif (
         columns % _UNIT
         and columns < math.prod(taps) * lhs.shape[-1]
