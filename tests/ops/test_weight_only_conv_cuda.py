@@ -1,5 +1,6 @@
 """Convolutions with weights in blocks, in the programs that XLA compiles for H200s, compiled without one."""
 
+import functools
 import json
 import re
 
@@ -13,10 +14,11 @@ import jax_qmm
 DEVICES, CHANNELS = 4, 512
 X = jax.ShapeDtypeStruct((8, 8, 7, CHANNELS), jnp.bfloat16)
 BIAS = jax.ShapeDtypeStruct((128,), jnp.float32)
-W = jax.eval_shape(lambda: jax_qmm.quantize(jnp.ones((128, 3, 3, CHANNELS)), jnp.int4, tile_size=64).pack())
-LEAVES, TREE = jax.tree.flatten(W)
+DENSE = jax.ShapeDtypeStruct((128, 3, 3, CHANNELS), jnp.float32)
+W = jax.eval_shape(lambda dense: jax_qmm.quantize(dense, jnp.int4, tile_size=64).pack(), DENSE)
+MERGED = jax.eval_shape(lambda dense: jax_qmm.W4A16(64).quantize_weight(dense, (1, 2, 3)), DENSE)
 
-of_all = lambda spec: [spec] * len(LEAVES)
+of_all = lambda spec: [spec] * 2  # the leaves
 SHARDED = {  # name: specs of x, bias and the leaves of w
     "one device": [P(), P(), *of_all(P())],
     "images": [P("d"), P(), *of_all(P())],
@@ -24,11 +26,14 @@ SHARDED = {  # name: specs of x, bias and the leaves of w
     "input channels": [P(None, None, None, "d"), P(), *of_all(P(None, None, None, "d"))],
     "rows of images": [P(None, "d"), P(), *of_all(P())],
 }
+SHARDED_MERGED = {
+    "input channels of x": [P(None, None, None, "d"), P(), *of_all(P())]
+}  # beside taps with channels in one
 
 
-def conv(x, bias, *leaves):
+def conv(tree, x, bias, *leaves):
     options = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
-    w = jax.tree.unflatten(TREE, leaves)
+    w = jax.tree.unflatten(tree, leaves)
     return jax_qmm.conv_general_dilated(x, w, **options, bias=bias, activation="relu")
 
 
@@ -36,7 +41,11 @@ def compile_for_h200():
     """Prints {name: optimized module} as JSON."""
     from conftest import sharded_modules
 
-    print(json.dumps(sharded_modules(conv, [X, BIAS, *LEAVES], SHARDED, DEVICES)))
+    modules = {}
+    for w, sharded in ((W, SHARDED), (MERGED, SHARDED_MERGED)):
+        leaves, tree = jax.tree.flatten(w)
+        modules |= sharded_modules(functools.partial(conv, tree), [X, BIAS, *leaves], sharded, DEVICES)
+    print(json.dumps(modules))
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +53,13 @@ def h200(optimized_modules):
     return optimized_modules(__file__)
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", [*SHARDED, *SHARDED_MERGED])
 def test_compiled_for_h200(h200, name):
     text = h200[name]
     assert re.findall(r'custom_call_target="(\w+)"', text) == ["jax_qmm_weight_only_conv"]
     collectives = re.findall(r"= \(*(\w+)\[.*? (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", text)
-    want = {"input channels": [("f32", "all-reduce")], "rows of images": [("bf16", "all-gather")]}
-    assert collectives == want.get(name, [])
+    want = [("f32", "all-reduce")] if name.startswith("input channels") else []
+    assert collectives == ([("bf16", "all-gather")] if name == "rows of images" else want)
 
 
 @pytest.mark.parametrize(("block", "calls"), [(16, []), (32, ["jax_qmm_weight_only_conv"])])
