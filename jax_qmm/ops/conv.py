@@ -68,6 +68,8 @@ def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype)
     labels = [label.replace("s", "s" * rank).replace("k", "k" * rank) for label in _labels(names)]
     lhs, rhs, *vectors = matmul_form.fold([lhs, rhs, *vectors], labels, num_batch)
     vectors = _with_sums(lhs, rhs, dict(zip(names, vectors)), window)
+    if (together := _groups_together(rhs.shape[1:], window, names)) > 1:
+        rhs, window = _with_zeros(rhs, window.groups, together), _regrouped(window, together)
     if (padded := _padded(rhs.shape[1:], window)) != rhs.shape[-1]:
         lhs, rhs = _pad_groups(lhs, window.groups, padded), _pad_groups(rhs, 1, padded)
     reshaped = lambda x: x.reshape(*x.shape[:2], *in_three(x.shape[2:-1]), x.shape[-1])
@@ -88,8 +90,31 @@ def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype)
 
 
 _ALIGNED = 4  # channels: kernels copy 4 bytes at least
+_TILE = 64  # columns of the smallest tile
 _MOST_TAPS, _MOST_GROUPS = 256, 65535  # as cuda/conv/conv.h has them
 _OLDEST = 80  # compute capability 8.0, the first that they were tested for
+
+
+def _groups_together(rhs, window, names):
+    """How many groups become one for kernels, given the shape of rhs: few channels and outputs leave most of a tile
+    empty. The sums of windows by zero points of rhs are of each group."""
+    out, *_, channels = rhs
+    if channels >= 16 or window.groups == 1 or "zero_point_rhs" in names or _is_depthwise(rhs, window):
+        return 1
+    most = _TILE // max(channels, out // window.groups)
+    return max((count for count in range(1, most + 1) if window.groups % count == 0), default=1)
+
+
+def _regrouped(window, together):
+    return window._replace(groups=window.groups // together)
+
+
+def _with_zeros(rhs, groups, together):
+    """rhs (B, O, *K, C) as (B, O, *K, together * C), with zeros for the channels of the other groups."""
+    own = jnp.arange(rhs.shape[1]) // (rhs.shape[1] // groups) % together
+    is_own = jax.nn.one_hot(own, together, dtype=rhs.dtype)
+    is_own = is_own.reshape(rhs.shape[1], *(1,) * (rhs.ndim - 3), together, 1)
+    return (rhs[..., None, :] * is_own).reshape(*rhs.shape[:-1], together * rhs.shape[-1])
 
 
 def _padded(rhs, window):
@@ -173,11 +198,14 @@ def _choice(operands, results, *, names, num_batch, window, out_dtype, **params)
     _, *taps, channels = rhs
     if not all(isinstance(size, int) for size in shape):
         return "kernel, chosen at run time: the shapes are symbolic"
-    padded = _padded(rhs, window)
+    together = _groups_together(rhs, window, names)
+    channels, window = channels * together, _regrouped(window, together)
+    padded = _padded((*rhs[:-1], channels), window)
     axes = slice(num_batch + 1, -1)
     sizes = in_three(operands[0].shape[axes]), in_three(taps), in_three(shape[axes]), *window.moves()
     images = math.prod(shape[:num_batch]), shape[num_batch]
     words = [_extension.describe_conv((*images, padded, shape[-1], window.groups, *sizes, str(out_dtype)))]
+    words += [f"{together} groups in one with zeros between them, made at each call"] if together > 1 else []
     words += [f"channels padded to {padded} at each call"] if padded != channels else []
     words += ["sums of windows by XLA"] if "zero_point_rhs" in names else []
     return ", ".join(words)

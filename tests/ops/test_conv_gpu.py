@@ -133,6 +133,14 @@ def test_sums(on_reference, tile, name, zero_points):
     np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
 
 
+def test_groups_of_few_channels_become_one(on_reference, tile):
+    """16 at a time, which Hopper's kernels serve too, as they do not serve 4 channels."""
+    c = case((7, 6), (3, 3), padding=SAME, channels=4, out=4, groups=32)
+    lhs, rhs = operands(c, "each")
+    got = check(on_reference, c, lhs, rhs, tile=tile, out_dtype=jnp.int32)
+    np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
+
+
 @pytest.mark.parametrize("name", DEPTHWISE)
 @pytest.mark.parametrize("zero_points", [(None, None), ("each", "each"), (127, None), (None, -128)], ids=str)
 def test_sums_of_each_channel(on_reference, name, zero_points):
@@ -264,10 +272,11 @@ def test_empty(on_reference):
     [
         (case((5, 5), (3, 3), channels=3), "channels padded to 4 at each call"),
         (case((5, 5), (3, 3), channels=18), "channels padded to 32 at each call"),
-        (case((5, 5), (3, 3), channels=1, out=2, groups=8), "channels padded to 4 at each call"),
-        (case((5, 5), (3, 3), channels=1, out=1, groups=6), "channels padded to 4 at each call"),
-        (case((20, 20), (16, 17), channels=1, out=1, groups=8), "channels padded to 4 at each call"),
-        (case((5, 5), (3, 3), channels=9, out=4, groups=2), "channels padded to 16 at each call"),
+        (case((5, 5), (3, 3), channels=4, out=4, groups=32), "16 groups in one with zeros between them"),
+        (case((5, 5), (3, 3), channels=1, out=1, groups=6), "6 groups in one with zeros between them"),
+        (case((5, 5), (3, 3), channels=1, out=1, groups=6), "channels padded to 8 at each call"),
+        (case((20, 20), (16, 17), channels=1, out=1, groups=8), "8 groups in one with zeros between them"),
+        (case((5, 5), (3, 3), channels=9, out=40, groups=2), "channels padded to 16 at each call"),
         (case((5, 5), (3, 3), channels=16, lhs_dilation=(2, 1)), "reference: lhs is dilated"),
         (case((5,) * 4, (2,) * 4, channels=16), "reference: there are 4 spatial axes"),
         (case((5, 5), (3, 3), channels=0), "reference: the window has no values"),
