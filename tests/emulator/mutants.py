@@ -65,11 +65,14 @@ TESTS = {
         CONVS.format("test_groups_end_within_whole_stores[64x64x64-int8]"),
     ],
     "conv by wgmma": [
-        CONVS.format(f"test_sums[wgmma {tile}-zero points-{name}]")
-        for tile, name in (
-            *(("128x64x64", "groups"), ("128x64x64", "asymmetric padding"), ("128x64x128 cluster 2", "many pixels")),
-            *(("128x64x128 split-K 4", "channels of several stages"), ("128x256x128", "many pixels")),
-        )
+        *(
+            CONVS.format(f"test_sums[wgmma {tile}-zero points-{name}]")
+            for tile, name in (
+                *(("128x64x64", "groups"), ("128x64x64", "asymmetric padding")),
+                *(("128x64x128 cluster 2", "many pixels"), ("128x256x128", "many pixels")),
+            )
+        ),
+        CONVS.format("test_parts_of_k[channels of several stages-wgmma 128x64x128 split-K 4]"),
     ],
     "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 144)],
     "gemm": [CHOICES.format((130, 1544, 272)), CHOICES.format((333, 392, 2064))],
