@@ -311,7 +311,7 @@ MUTANTS = [
     Mutant(
         "blocks by wgmma: terms replace others that are needed",
         WGMMA_OF_BLOCKS,
-        "        if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);\n",
+        "      if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);\n",
     ),
     Mutant("blocks by wgmma: terms behind the last block", WGMMA_OF_BLOCKS, "has_data && j < there", "has_data"),
     Mutant(
@@ -349,7 +349,7 @@ MUTANTS = [
         "Full::init(&shared.full[s], 1);",
     ),
     Mutant("weights by wgmma: split-K sums read before they arrive", WEIGHTS, "    Full::wait(&shared.added, 0);\n"),
-    Mutant("weights by wgmma: no barrier before sums are read", WEIGHTS, "    sync_math();\n"),
+    Mutant("weights by wgmma: no barrier before sums are read", WEIGHTS, "    sync_math<kMathThreads>();\n"),
     Mutant(
         "weights by wgmma: groups beyond K",
         WEIGHTS,
