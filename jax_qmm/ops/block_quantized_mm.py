@@ -233,22 +233,8 @@ def _partitioned(run, shapes, *, names, num_batch, block, activation, out_dtype)
     operands, result = matmul_form.factors(shapes, _labels(names), num_batch)
     local = functools.partial(run, OP, num_batch=num_batch, block=block)
 
-    def across(axes):
-        def sum_over_k(*operands):
-            vectors = dict(zip(names, operands[2:]))
-            bias = vectors.pop("bias", None)
-            sums = local(
-                *(*operands[:2], *vectors.values()),
-                names=tuple(vectors),
-                activation=activations.NONE,
-                out_dtype=jnp.dtype(jnp.float32),
-            )
-            sums = jax.lax.psum(sums, axes)
-            return reference.epilogue(sums, bias, num_batch=num_batch, activation=activation, out_dtype=out_dtype)
-
-        return sum_over_k
-
-    whole = functools.partial(local, names=names, activation=activation, out_dtype=out_dtype)
+    output = {"activation": activation, "out_dtype": out_dtype}
+    whole, across = matmul_form.whole_and_across(local, names, num_batch=num_batch, **output)
     k = shapes[0][-1]
     units = {"k": k // block if k % block == 0 else 1}
     sides = ("x", "w", *names)

@@ -5,6 +5,7 @@ label says: "rk" and "nk" for the matrices, "r" alone for all of R (or 1 for eac
 K. R stays unfolded until the operands are one device's part, because each of its dimensions can be sharded.
 """
 
+import functools
 import math
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jax_qmm import _compat
 from jax_qmm.ops.sharding import mesh_axes
 from jax_qmm.reference import activation as activations
+from jax_qmm.reference.block_scaled_mm import epilogue
 
 
 def batch_shape(operands, num_batch):
@@ -110,6 +112,28 @@ def batch_operands(operands, dims, labels, num_batch, out_sharding):
         spec = out_sharding.spec
         out_sharding = out_sharding.update(spec=PartitionSpec(*spec[:at], entry, *spec[at:]))
     return operands, num_batch + (not widen), out_sharding, at
+
+
+def whole_and_across(local, names, *, num_batch, activation, out_dtype):
+    """Two ways of `local`, whose vectors `names` lists, for `partitioned`: with all that is summed on a device, and
+    over mesh axes with one all-reduce of float32 sums, before the bias and the activation."""
+
+    def across(axes):
+        def summed(*operands):
+            vectors = dict(zip(names, operands[2:]))
+            bias = vectors.pop("bias", None)
+            sums = local(
+                *(*operands[:2], *vectors.values()),
+                names=tuple(vectors),
+                activation=activations.NONE,
+                out_dtype=jnp.dtype(jnp.float32),
+            )
+            sums = jax.lax.psum(sums, axes)
+            return epilogue(sums, bias, num_batch=num_batch, activation=activation, out_dtype=out_dtype)
+
+        return summed
+
+    return functools.partial(local, names=names, activation=activation, out_dtype=out_dtype), across
 
 
 def factors(shapes, labels, num_batch):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jax_qmm import _compat, _extension
 from jax_qmm.explicit_axes import gathered_unless_divided, on_auto_axes
-from jax_qmm.ops import conv_form, dispatch
+from jax_qmm.ops import conv_form, dispatch, matmul_form
 from jax_qmm.ops.block_scaled_mm import (
     OLDEST,
     block_scaled_mm,
@@ -348,22 +348,8 @@ def _partitioned(run, shapes, *, names, taps, packed, block, activation, out_dty
     operands = [["i", *"s" * len(taps), "c"], of_weight, *(of_weight if len(x) > 1 else ["o"] for x in shapes[2:])]
     local = functools.partial(run, OP, taps=taps, packed=packed, block=block, **params)
 
-    def across(axes):
-        def sum_over_channels(*operands):
-            vectors = dict(zip(names, operands[2:]))
-            bias = vectors.pop("bias", None)
-            sums = local(
-                *(*operands[:2], *vectors.values()),
-                names=tuple(vectors),
-                activation=activations.NONE,
-                out_dtype=jnp.dtype(jnp.float32),
-            )
-            sums = jax.lax.psum(sums, axes)
-            return products.epilogue(sums, bias, num_batch=0, activation=activation, out_dtype=out_dtype)
-
-        return sum_over_channels
-
-    entire = functools.partial(local, names=names, activation=activation, out_dtype=out_dtype)
+    output = {"activation": activation, "out_dtype": out_dtype}
+    entire, across = matmul_form.whole_and_across(local, names, num_batch=0, **output)
     (*_, channels), (_, *apart, _), (*_, blocks) = shapes[:3]
     unit = math.lcm(1 if blocks == 1 else block, packing.COLUMNS if packed else 1)
     divisible = channels % unit == 0 and tuple(apart) == taps

@@ -50,22 +50,27 @@ def dot(product, lhs, rhs, bias, static):
     form = form_of(product, lhs, rhs, flipped, product.batch, (w, w_own))
     x = transposed(x, [x_own.index(label) for label in (*form.batch, *form.rows, *form.contracted)])
     x = x.reshape(*x.shape[: -len(form.contracted)], math.prod(form.shape(form.contracted)))
-    values, vectors, block = weight(form, w, w_own)
-    vectors["bias"], late_bias = split_bias(product, form, bias)
-    out = weight_product(
-        *(x, values, vectors),
+    column_bias, late_bias = split_bias(product, form, bias)
+    out_dtype = product.out_dtype if late_bias is None else jnp.dtype(jnp.float32)
+    return result(product, form, of_matrix(product, form, x, w, w_own, column_bias, out_dtype), late_bias)
+
+
+def of_matrix(product, form, x, w, own, bias, out_dtype):
+    """The product of x `(*batch, *rows, K)` and w, with a bias of columns or None, as `(*batch, *rows, N)`."""
+    values, vectors, block = _weight(form, w, own)
+    return weight_product(
+        *(x, values, vectors | {"bias": bias}),
         num_batch=len(form.batch),
         qtype=w.qtype,
         packed=w.is_packed,
         block=block,
         activation=NONE,
-        out_dtype=product.out_dtype if late_bias is None else jnp.dtype(jnp.float32),
+        out_dtype=out_dtype,
         out_sharding=form.out_sharding(product),
     )
-    return result(product, form, out, late_bias)
 
 
-def weight(form, w, own):
+def _weight(form, w, own):
     """The values of w as `(*batch, N, K)`, its scale and zero point as `(*batch, N, G)`, and the columns of a block."""
     stored = dict(zip(own, w.storage_axes()))
     axes = [stored[label] for label in (*form.batch, *form.columns, *form.contracted)]

@@ -15,11 +15,10 @@ from jax_qmm.dtypes import FLOAT8, INT4
 from jax_qmm.ops import expanded_dot, weight_only_dot
 from jax_qmm.ops.block_quantized_dot import counts, in_order
 from jax_qmm.ops.block_quantized_mm import in_blocks
-from jax_qmm.ops.block_scaled_mm import unserved_blocks, weight_product
+from jax_qmm.ops.block_scaled_mm import unserved_blocks
 from jax_qmm.ops.expanded_mm import MOST_ROWS
 from jax_qmm.ops.product_form import form_of, result, split_bias
 from jax_qmm.qarray import QArray
-from jax_qmm.reference.activation import NONE
 from jax_qmm.reference.scaled_mm import epilogue
 
 
@@ -74,18 +73,8 @@ def dot(product, lhs, rhs, bias, static):
     if not isinstance(x, QArray):
         x = product.scheme.with_static(*static).quantize_activation(x, count)
     x = in_blocks(x, count)
-    values, vectors, block = weight_only_dot.weight(form, w, w_own)
     column_bias, late_bias = split_bias(product, form, bias)
-    sums = weight_product(
-        *(jax_qmm_widened(x.values), values, vectors),
-        num_batch=len(form.batch),
-        qtype=w.qtype,
-        packed=w.is_packed,
-        block=block,
-        activation=NONE,
-        out_dtype=jnp.dtype(jnp.float32),
-        out_sharding=form.out_sharding(product),
-    )
+    sums = weight_only_dot.of_matrix(product, form, jax_qmm_widened(x.values), w, w_own, None, jnp.dtype(jnp.float32))
     of_rows: dict[str, Any] = {"scale_a": x.scale[..., 0]} | ({} if column_bias is None else {"bias": column_bias})
     out_dtype = product.out_dtype if late_bias is None else jnp.dtype(jnp.float32)
     return result(product, form, epilogue(sums, num_batch=len(form.batch), out_dtype=out_dtype, **of_rows), late_bias)
