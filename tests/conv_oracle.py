@@ -77,6 +77,21 @@ def int8(rng, *shape):
     return rng.integers(-128, 128, shape, dtype=np.int8)
 
 
+def operands(images=4, channels=8, out=6, groups=1, seed=0):
+    """Values, scales and zero points of both sides, and a bias."""
+    rng = np.random.default_rng(seed)
+    zero_points = lambda n: rng.integers(-100, 100, (n, 1, 1, 1)).astype(np.int32)
+    return dict(
+        lhs=int8(rng, images, 5, 4, channels),
+        scale_l=rng.random((images, 1, 1, 1), np.float32),
+        zero_l=zero_points(images),
+        rhs=int8(rng, out, 3, 2, channels // groups),
+        scale_r=rng.random((out, 1, 1, 1), np.float32),
+        zero_r=zero_points(out),
+        bias=rng.normal(size=out).astype(np.float32),
+    )
+
+
 def transposed(x, order, wanted):
     """`x` with axes called `order` in the order `wanted`."""
     return np.transpose(x, [order.index(letter) for letter in wanted])

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import subprocess
 import tempfile
 import types
@@ -12,7 +13,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.ops import dispatch
 
@@ -171,3 +174,25 @@ def sharded_modules(f, operands, sharded, devices):
 def optimized_modules(run_for_h200):
     """Runs a test file as a script, which prints {name: optimized module} as JSON."""
     return lambda file: json.loads(run_for_h200(file).splitlines()[-1])
+
+
+@pytest.fixture
+def sharded_matmul():
+    """Runs `x @ w` by a scheme, tokens sharded over "x", and w over "y" by K or by its columns."""
+
+    def run(scheme, mesh_shape, kind, k, x, w):
+        """The result, and the dtypes of the program's all-reduces, beside which it has no all-gather."""
+        mesh = Mesh(np.array(jax.devices("cpu")).reshape(mesh_shape), ("x", "y"), axis_types=(kind,) * 2)
+        n = None if k else "y"
+        f = lambda x, w, **options: jax_qmm.matmul(x, w, scheme=scheme, **options)
+        place = lambda leaf, *spec: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+        with jax.set_mesh(mesh):
+            placed = jax.tree.map(lambda leaf: place(leaf, n, None if leaf.shape[1] == 1 else k), w)
+            options = {"out_sharding": PartitionSpec("x", n)} if kind == AxisType.Explicit and k else {}
+            args = place(x, "x", k), placed
+            compiled = jax.jit(lambda x, w: f(x, w, **options)).lower(*args).compile()
+            got = compiled(*args)
+        assert "all-gather" not in compiled.as_text()
+        return got, sorted(re.findall(r"= (\w+)\[.* all-reduce\(", compiled.as_text()))
+
+    return run

@@ -6,18 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_oracle import int8
+from conv_oracle import int8, operands
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from random_arrays import data
 
 import jax_qmm
 from jax_qmm import W4A16, W8A8, QArray
 
 NHWC = dict(window_strides=(2, 1), padding="SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
 MESHES = [AxisType.Auto, AxisType.Explicit]
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def make_mesh(kind):
@@ -41,21 +38,6 @@ def padded(spec):
 
 
 # int8
-
-
-def operands(images=4, channels=8, out=6, groups=1, seed=0):
-    """Values, scales and zero points of both sides, and a bias."""
-    rng = np.random.default_rng(seed)
-    zero_points = lambda n: rng.integers(-100, 100, (n, 1, 1, 1)).astype(np.int32)
-    return dict(
-        lhs=int8(rng, images, 5, 4, channels),
-        scale_l=rng.random((images, 1, 1, 1), np.float32),
-        zero_l=zero_points(images),
-        rhs=int8(rng, out, 3, 2, channels // groups),
-        scale_r=rng.random((out, 1, 1, 1), np.float32),
-        zero_r=zero_points(out),
-        bias=rng.normal(size=out).astype(np.float32),
-    )
 
 
 def conv(lhs, scale_l, zero_l, rhs, scale_r, zero_r, bias, **options):
@@ -127,7 +109,7 @@ def test_in_a_shard_map(manual, auto):
 
 
 def weight(kind, channels, taps=(3, 2), out=8):
-    values = normal(out, *taps, channels, seed=1)
+    values = data(out, *taps, channels, seed=1)
     if kind == "merged":
         return W4A16(64).quantize_weight(values, (1, 2, 3))
     if kind == "packed":
@@ -158,7 +140,7 @@ def run_weight_only(axes, w, kind=AxisType.Auto, **options):
     """As `run_sharded`, of float32 images and a QArray of another kind; and what `explain` says is exchanged."""
     options = NHWC | options
     channels = w.shape[-1] * options.get("feature_group_count", 1)
-    x, bias = normal(8, 8, 4, channels), normal(8, seed=3)
+    x, bias = data(8, 8, 4, channels), data(8, seed=3)
     i, o, c, columns = (axes.get(name) for name in ("images", "out", "channels", "columns"))
     f = lambda x, w, bias: jax_qmm.conv_general_dilated(
         x, w, **options, bias=bias, activation="relu", precision="highest"
@@ -187,7 +169,7 @@ def test_weight_only(axes, spec, want, kind, weights):
 
 
 def test_the_all_reduce_is_of_float32_before_the_bias():
-    x, w, bias = normal(4, 5, 4, 8).astype(jnp.bfloat16), weight("asymmetric", 8), jnp.full(8, 2.0**20)
+    x, w, bias = data(4, 5, 4, 8).astype(jnp.bfloat16), weight("asymmetric", 8), jnp.full(8, 2.0**20)
     f = lambda x, w, bias: jax_qmm.conv_general_dilated(x, w, **NHWC, bias=bias)
     mesh = make_mesh(AxisType.Auto)
     placed = place(mesh, x, None, None, None, "y"), place_weight(mesh, w, None, "y"), bias
@@ -202,12 +184,12 @@ def test_the_all_reduce_is_of_float32_before_the_bias():
     [
         (weight("packed", 256), 2),
         (weight("merged", 64), 1),  # taps and channels are one axis
-        (jax_qmm.quantize(normal(8, 3, 2, 8, seed=1), jnp.int4, tile_size=4), 2),
+        (jax_qmm.quantize(data(8, 3, 2, 8, seed=1), jnp.int4, tile_size=4), 2),
     ],
     ids=["packed", "merged", "plain"],
 )
 def test_what_no_boundary_of_blocks_divides_is_gathered(kind, w, parts):
-    x = normal(2, 5, 4, w.shape[-1])
+    x = data(2, 5, 4, w.shape[-1])
     f = lambda x, w: jax_qmm.conv_general_dilated(x, w, **NHWC, precision="highest")
     mesh = make_mesh(kind)
     with jax.set_mesh(mesh):
@@ -250,8 +232,8 @@ def test_explicit_axes(axes, form, scheme):
     """The result and its derivative, whatever is sharded; bias too, as the output channels are."""
     options, scheme = NHWC | FORMS[form], SCHEMES[scheme]
     taps, groups = (1, 1) if form == "product" else (3, 2), options.get("feature_group_count", 1)
-    x, bias = normal(8, 6, 4, 8), normal(8, seed=3)
-    values = normal(8, *taps, 8 // groups, seed=1)
+    x, bias = data(8, 6, 4, 8), data(8, seed=3)
+    values = data(8, *taps, 8 // groups, seed=1)
     w = scheme.quantize_weight(values, (1, 2, 3))
     if scheme == SCHEMES["weight-only"]:
         w = jax_qmm.quantize(values, jnp.int4, tile_size=min(4, 8 // groups))
@@ -277,9 +259,9 @@ def test_explicit_axes(axes, form, scheme):
 @pytest.mark.parametrize("axes", [(None, "x"), ("x", None), ("x", "y")], ids=str)
 def test_vmap_on_explicit_axes(axes, mapped, scheme):
     """Of images of which Explicit axes share the mapped axis, the others, or both: nothing is gathered."""
-    w = SCHEMES[scheme].quantize_weight(normal(6, 3, 2, 8, seed=1), (1, 2, 3))
+    w = SCHEMES[scheme].quantize_weight(data(6, 3, 2, 8, seed=1), (1, 2, 3))
     f = lambda x: jax_qmm.conv_general_dilated(x, w, **NHWC, scheme=SCHEMES[scheme], precision="highest")
-    x = normal(2, 8, 5, 4, 8)
+    x = data(2, 8, 5, 4, 8)
     want = jax.vmap(f)(x)
     mesh = make_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -296,7 +278,7 @@ def test_vmap_on_explicit_axes(axes, mapped, scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", MESHES)
 def test_explain_names_sharded_spatial_axes(kind, scheme):
-    w = SCHEMES[scheme].quantize_weight(normal(6, 3, 2, 8), (1, 2, 3))
+    w = SCHEMES[scheme].quantize_weight(data(6, 3, 2, 8), (1, 2, 3))
     f = lambda x: jax_qmm.conv_general_dilated(x, w, **NHWC)
     g = lambda q: f(QArray(q, jnp.ones((1, 1, 1, 1))))
     mesh = make_mesh(kind)
@@ -309,11 +291,11 @@ def test_explain_names_sharded_spatial_axes(kind, scheme):
 
 
 def test_explain_leaves_dequantized_convolutions_to_the_compiler():
-    w = W4A16(4).quantize_weight(normal(6, 3, 2, 4), (1, 2, 3))
+    w = W4A16(4).quantize_weight(data(6, 3, 2, 4), (1, 2, 3))
     f = lambda x: jax_qmm.conv_general_dilated(x, w, **NHWC, feature_group_count=2)
     mesh = make_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
         exchanged = [
-            jax_qmm.explain(f, place(mesh, normal(2, 4, 4, 8), *spec)).rows[0].exchanged for spec in ((), ("x",))
+            jax_qmm.explain(f, place(mesh, data(2, 4, 4, 8), *spec)).rows[0].exchanged for spec in ((), ("x",))
         ]
     assert exchanged == ["", "the compiler decides"]

@@ -4,31 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_oracle import int8
+from conv_oracle import operands
+from random_arrays import data
 
 import jax_qmm
 from jax_qmm import W4A16, W8A8, QArray
 
 NHWC = dict(window_strides=(2, 1), padding="SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def operands(images=4, channels=8, out=6, groups=1, seed=0):
-    """Values, scales and zero points of both sides, and a bias."""
-    rng = np.random.default_rng(seed)
-    zero_points = lambda n: rng.integers(-100, 100, (n, 1, 1, 1)).astype(np.int32)
-    return dict(
-        lhs=int8(rng, images, 5, 4, channels),
-        scale_l=rng.random((images, 1, 1, 1), np.float32),
-        zero_l=zero_points(images),
-        rhs=int8(rng, out, 3, 2, channels // groups),
-        scale_r=rng.random((out, 1, 1, 1), np.float32),
-        zero_r=zero_points(out),
-        bias=rng.normal(size=out).astype(np.float32),
-    )
 
 
 def conv(lhs, scale_l, zero_l, rhs, scale_r, zero_r, bias, **options):
@@ -61,9 +43,9 @@ def test_vmap_over_any_mix(mapped, groups):
 @pytest.mark.parametrize("taps", [(3, 2), (1, 1)], ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_vmap_of_weights_of_4_bits(dims, taps, groups):
-    x = normal(3, 2, 5, 4, 8)
+    x = data(3, 2, 5, 4, 8)
     options = dict(window_strides=(1, 1), padding="VALID", dimension_numbers=NHWC["dimension_numbers"])
-    weights = [W4A16(4).quantize_weight(normal(6, *taps, 8 // groups, seed=seed), (1, 2, 3)) for seed in range(3)]
+    weights = [W4A16(4).quantize_weight(data(6, *taps, 8 // groups, seed=seed), (1, 2, 3)) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
     f = lambda x, w: jax_qmm.conv_general_dilated(x, w, **options, precision="highest", feature_group_count=groups)
     args = x if dims[0] == 0 else x[0], stacked if dims[1] == 0 else weights[0]
@@ -92,8 +74,8 @@ SCHEMES = {"dynamic": W8A8(), "static": W8A8(activation_scale=0.01), "weight-onl
 @pytest.mark.parametrize("options", [{}, dict(feature_group_count=2), dict(batch_group_count=2)], ids=str)
 def test_derivatives_are_those_of_the_dequantized_convolution(kind, activation, options):
     scheme, groups = SCHEMES[kind], options.get("feature_group_count", 1)
-    x, bias = normal(4, 5, 4, 8), normal(6)
-    w = scheme.quantize_weight(normal(6, 3, 2, 8 // groups, seed=1), (1, 2, 3))
+    x, bias = data(4, 5, 4, 8), data(6)
+    w = scheme.quantize_weight(data(6, 3, 2, 8 // groups, seed=1), (1, 2, 3))
     f = lambda x, bias: jax_qmm.conv_general_dilated(
         x, w, **NHWC, scheme=scheme, bias=bias, activation=activation, precision="highest", **options
     )
@@ -106,14 +88,14 @@ def test_derivatives_are_those_of_the_dequantized_convolution(kind, activation, 
         y = jax.lax.conv_general_dilated(x, w.dequantize(), **NHWC, precision="highest", **options) + bias
         return {None: lambda y: y, "relu": jax.nn.relu, "silu": jax.nn.silu}[activation](y)
 
-    dy = normal(*f(x, bias).shape, seed=2)
+    dy = data(*f(x, bias).shape, seed=2)
     got, want = (jax.grad(lambda x, bias: jnp.sum(g(x, bias) * dy), (0, 1))(x, bias) for g in (f, dense))
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()))
 
 
 def test_a_static_scale_has_a_derivative():
-    x, w = normal(2, 5, 4, 8), W8A8().quantize_weight(normal(6, 3, 2, 8, seed=1), (1, 2, 3))
+    x, w = data(2, 5, 4, 8), W8A8().quantize_weight(data(6, 3, 2, 8, seed=1), (1, 2, 3))
     f = lambda s: jnp.sum(jax_qmm.conv_general_dilated(x, w, **NHWC, scheme=W8A8(activation_scale=s)) ** 2)
     fake = lambda s: jax_qmm.fake_quantize(x, axis=None, scale=s)
     want = lambda s: jnp.sum(jax.lax.conv_general_dilated(fake(s), w.dequantize(), **NHWC) ** 2)
@@ -121,11 +103,11 @@ def test_a_static_scale_has_a_derivative():
 
 
 def test_results_of_integers_have_no_derivative():
-    w = W8A8().quantize_weight(normal(6, 3, 2, 8), (1, 2, 3))
+    w = W8A8().quantize_weight(data(6, 3, 2, 8), (1, 2, 3))
     f = lambda x: jax_qmm.conv_general_dilated(x, w, **NHWC, out_dtype=jnp.int8, out_scale=0.1).astype(jnp.float32)
     with pytest.raises(TypeError, match="out_dtype int8 has no derivative, and lhs would need one"):
-        jax.grad(lambda x: f(x).sum())(normal(2, 5, 4, 8))
-    assert jax.grad(lambda x: f(jax.lax.stop_gradient(x)).sum())(normal(2, 5, 4, 8)).shape == (2, 5, 4, 8)
+        jax.grad(lambda x: f(x).sum())(data(2, 5, 4, 8))
+    assert jax.grad(lambda x: f(jax.lax.stop_gradient(x)).sum())(data(2, 5, 4, 8)).shape == (2, 5, 4, 8)
 
 
 # Export
@@ -136,7 +118,7 @@ def chain(x, w):
     static = W8A8(activation_scale=0.02)
     to_int8 = dict(scheme=static, activation="relu", out_dtype=jnp.int8, out_scale=0.5)
     y = QArray(jax_qmm.conv_general_dilated(x, w, **NHWC, **to_int8), jnp.full((1, 1, 1, 1), 0.5))
-    again = W8A8().quantize_weight(normal(6, 3, 2, 6, seed=1), (1, 2, 3))
+    again = W8A8().quantize_weight(data(6, 3, 2, 6, seed=1), (1, 2, 3))
     return jax_qmm.conv_general_dilated(y, again, **NHWC)
 
 
@@ -151,7 +133,7 @@ EXPORTED = {
 def test_exports_with_a_symbolic_batch(kind):
     (n,) = jax.export.symbolic_shape("n")
     scheme, f = EXPORTED[kind]
-    w, f = scheme.quantize_weight(normal(6, 3, 2, 8), (1, 2, 3)), jax.jit(f)
+    w, f = scheme.quantize_weight(data(6, 3, 2, 8), (1, 2, 3)), jax.jit(f)
     exported = jax.export.export(f, platforms=["cpu"])(jax.ShapeDtypeStruct((n, 5, 4, 8), jnp.float32), w)
-    x = normal(3, 5, 4, 8)
+    x = data(3, 5, 4, 8)
     np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(x, w), f(x, w))

@@ -95,22 +95,12 @@ def test_vmap_scan_and_export(scheme):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("k, want", [(None, []), ("y", ["s32", "s32"])])
 @schemes
-def test_sharded_as_w8a8(scheme, k, want, kind):
-    mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("x", "y"), axis_types=(kind,) * 2)
-    n = None if k else "y"
+def test_sharded_as_w8a8(sharded_matmul, scheme, k, want, kind):
     x, w = normal(6, 256), weight(scheme, 256, 16)
-    f = lambda x, w, **options: jax_qmm.matmul(x, w, scheme=scheme, **options)
-    place = lambda leaf, *spec: jax.device_put(leaf, NamedSharding(mesh, P(*spec)))
-    with jax.set_mesh(mesh):
-        placed = jax.tree.map(lambda leaf: place(leaf, n, None if leaf.shape[1] == 1 else k), w)
-        options = {"out_sharding": P("x", n)} if kind == AxisType.Explicit and k else {}
-        args = place(x, "x", k), placed
-        compiled = jax.jit(lambda x, w: f(x, w, **options)).lower(*args).compile()
-        got = compiled(*args)
+    got, reduced = sharded_matmul(scheme, (2, 4), kind, k, x, w)
     # Over K, the bits of the largest value of each token, then the sums of the product
-    assert sorted(re.findall(r"= (\w+)\[.* all-reduce\(", compiled.as_text())) == want
-    assert "all-gather" not in compiled.as_text()
-    np.testing.assert_array_equal(got, f(x, w))
+    assert reduced == want
+    np.testing.assert_array_equal(got, jax_qmm.matmul(x, w, scheme=scheme))
 
 
 def test_what_does_not_fit_is_refused():
