@@ -275,6 +275,8 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   Tensor acc = partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});
   clear(acc);
   warpgroup_fence_operand(acc);
+  cudaGridDependencySynchronize();  // the output's scale is next, which comes by the time of the first products
+  FullOutput const output = p.epilogue.output.at(l);
   uint64_t* const ready = has_borders ? shared.bordered : shared.full;
   int stage = 0, phase = 0, before = -1;
 #pragma unroll 1
@@ -322,8 +324,6 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   } else {
     sync_math();
   }
-  cudaGridDependencySynchronize();  // the output's scale is next
-  FullOutput const output = p.epilogue.output.at(l);
   auto const write = [&](auto bits) {
     write_rows<C, decltype(bits)>(p, output, shared, partial, parts, rows_of_part, first_row, rows, l, first_m, first_n,
                                   end_n);

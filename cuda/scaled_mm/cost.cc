@@ -44,11 +44,20 @@ std::optional<ScaledMmTerms> terms_of(Instance const& i, ScaledMm const& problem
   return ScaledMmTerms{waves, double(ceil_div(p.k, i.tile_k * i.split)), bytes / (gpu.copy_rate * 1e-6)};
 }
 
+// Microseconds of a wave of tiles. What the full epilogue does with an output takes a warpgroup kOutput, which shows
+// where K is short; pingpong kernels do it while they multiply the next tile, one warpgroup at a time.
+double wave_us(Instance const& i, ScaledMmCost const& cost, double k_tiles) {
+  constexpr double kOutput = 0.04 / 128;
+  double const products = k_tiles * cost.k_tile;
+  double const outputs = i.full_epilogue ? kOutput * i.tile_m * i.tile_n : 0;
+  if (i.schedule == Schedule::kPingpong) return std::max(products + cost.tile, outputs);
+  return products + std::max(cost.tile, outputs / (i.tile_m / 64));
+}
+
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
-double predict(ScaledMmCost const& cost, ScaledMmTerms const& t) {
+double predict(Instance const& i, ScaledMmCost const& cost, ScaledMmTerms const& t) {
   auto const cube = [](double x) { return x * x * x; };
-  return cost.launch +
-         std::cbrt(cube(t.waves * (t.k_tiles * cost.k_tile + cost.tile)) + cube(t.copy_us * cost.reading));
+  return cost.launch + std::cbrt(cube(t.waves * wave_us(i, cost, t.k_tiles)) + cube(t.copy_us * cost.reading));
 }
 
 }  // namespace
@@ -77,7 +86,8 @@ std::vector<double> predict_times(ScaledMm const& problem, Gpu const& gpu) {
   Model const* const model = find(gpu);
   for (size_t i = 0; i < times.size(); ++i) {
     if (model && model->costs[i]) {
-      if (auto const terms = terms_of(instances()[i], problem, gpu)) times[i] = predict(*model->costs[i], *terms);
+      if (auto const terms = terms_of(instances()[i], problem, gpu))
+        times[i] = predict(instances()[i], *model->costs[i], *terms);
     } else if ((!model || instances()[i].schedule == Schedule::kMultistage) && serves(instances()[i], problem) &&
                runs_on(gpu, int(i))) {
       times[i] = estimate_time(instances()[i], problem, gpu);

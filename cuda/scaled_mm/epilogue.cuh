@@ -79,6 +79,7 @@ struct OutputArg {
   DType dtype;
 
   __device__ void prefetch(unsigned) const {}
+  __device__ PlainOutput of(float, int32_t) const { return {dtype}; }
   __device__ PlainOutput at(int) const { return {dtype}; }
 };
 
@@ -94,9 +95,10 @@ struct OutputArg<true> {
     scale.prefetch(threads);
     zero_point.prefetch(threads);
   }
-  __device__ FullOutput at(int l) const {
-    return {dtype, activation, low, high, quantize::AnyDivisor(scale.load(l, 0)), float(zero_point.load(l, 0))};
+  __device__ FullOutput of(float scale, int32_t zero_point) const {
+    return {dtype, activation, low, high, quantize::AnyDivisor(scale), float(zero_point)};
   }
+  __device__ FullOutput at(int l) const { return of(scale.load(l, 0), zero_point.load(l, 0)); }
 };
 
 // All that a kernel's epilogue takes besides the sums.
@@ -107,6 +109,12 @@ struct EpilogueArgs : Terms<kFull, VectorArg> {
   __device__ void prefetch(unsigned threads) const {
     each_term([&](auto const& vector) { vector.prefetch(threads); }, *this);
     output.prefetch(threads);
+  }
+
+  __device__ bool has_zero_points() const {
+    bool found = this->azp.data != nullptr || this->azp_adj.data != nullptr;
+    if constexpr (kFull) found |= this->sums_a.data != nullptr || this->azp_b.data != nullptr;
+    return found;
   }
 
   // The terms of a row, and of a column.

@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/async_copy.cuh"
 #include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
 #include "scaled_mm/epilogue.cuh"
 #include "scaled_mm/problem.h"
@@ -55,7 +56,12 @@ struct Epilogue {
         std::is_same_v<T, float> || kInt8 ? (kOfRow ? kM : kN) : 4;  // fp8 has no integer terms
     T values[kSize];
   };
-  struct alignas(16) Slot : Terms<kFull, OfTile> {};
+  struct OutputTerms {
+    float out_scale[1];
+    int32_t out_zero_point[1];
+  };
+  struct None {};
+  struct alignas(16) Slot : Terms<kFull, OfTile>, std::conditional_t<kFull, OutputTerms, None> {};
   struct SharedStorage {
     Slot slots[kSlots];
   };
@@ -109,31 +115,50 @@ struct Epilogue {
       n = (Swap ? row : column) * kN, n_end = Swap ? rows : columns;
     }
 
-    // Loads all values before it stores the first.
-    template <int Threads, class To, class From>
-    CUTLASS_DEVICE void copy(To& to, From const& from, int thread) const {
-      constexpr int kEach = (To::kSize + Threads - 1) / Threads;
-      int const begin = To::kOfRow ? m : n, end = To::kOfRow ? m_end : n_end;
-      std::remove_extent_t<decltype(to.values)> values[kEach];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kEach; ++i) values[i] = from.absent;
-      from.with_data([&](auto const* data) {
+    // A term's values from `begin` on, of which those from `end` on are never used.
+    template <int Threads, class T, int kSize, class From>
+    CUTLASS_DEVICE void copy(T (&to)[kSize], From const& from, int begin, int end, int thread) const {
+      constexpr int kEach = (kSize + Threads - 1) / Threads;
+      auto const each = [&](auto set) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kEach; ++i) {
-          int const at = begin + Threads * i + thread;
-          if (at < end) values[i] = decltype(from.absent)(data[l * from.batch_stride + at * from.stride]);
+          int const at = Threads * i + thread;
+          if (kSize % Threads == 0 || at < kSize) set(i, to[at]);
+        }
+      };
+      if (from.data == nullptr) return each([&](int, T& value) { value = from.absent; });
+      from.with_data([&](auto const* data) {
+        auto const source = [&](int i) {
+          int const at = cute::min(begin + Threads * i + thread, end - 1);
+          return data + l * from.batch_stride + at * from.stride;
+        };
+        if constexpr (sizeof(*data) == sizeof(T)) {
+          each([&](int i, T& value) {
+            copy_async<sizeof(T)>(cast_smem_ptr_to_uint(&value), reinterpret_cast<uint8_t const*>(source(i)), true);
+          });
+        } else {  // all are loaded before the first is stored
+          T values[kEach];
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kEach; ++i) values[i] = T(*source(i));
+          each([&](int i, T& value) { value = values[i]; });
         }
       });
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kEach; ++i) {
-        if (Threads * i + thread < To::kSize) to.values[Threads * i + thread] = values[i];
-      }
     }
 
+    // All terms are on their way at once.
     template <int Threads>
     CUTLASS_DEVICE void copy_terms(Slot& to, int thread) const {
       asm volatile("" ::: "memory");  // CUTLASS' wait for the kernel before this one does not keep loads after it
-      each_term<kInt8>([&](auto& of_tile, auto const& from) { copy<Threads>(of_tile, from, thread); }, to, params);
+      auto const copy_term = [&](auto& of_tile, auto const& from) {
+        copy<Threads>(of_tile.values, from, of_tile.kOfRow ? m : n, of_tile.kOfRow ? m_end : n_end, thread);
+      };
+      each_term<kInt8>(copy_term, to, params);
+      if constexpr (kFull) {
+        copy<Threads>(to.out_scale, params.output.scale, 0, 1, thread);
+        copy<Threads>(to.out_zero_point, params.output.zero_point, 0, 1, thread);
+      }
+      commit_copies();
+      wait_for_copies<0>();
     }
   };
 
@@ -216,10 +241,10 @@ struct Epilogue {
     Slot* slots;
     int thread;
     OperandTerms operands;
-    decltype(std::declval<Params const&>().output.at(0)) output;
+    decltype(std::declval<Params const&>().output.of(1.0f, 0)) output;
 
     CUTLASS_DEVICE Consumer(Source const& source, Slot* slots, int thread, OperandTerms const& operands)
-        : source(source), slots(slots), thread(thread), operands(operands), output(source.params.output.at(source.l)) {}
+        : source(source), slots(slots), thread(thread), operands(operands), output(source.params.output.of(1.0f, 0)) {}
 
     CUTLASS_DEVICE void begin() {
       if constexpr (!ByLoadWarp) source.template copy_terms<Threads>(*slots, thread);
@@ -229,6 +254,10 @@ struct Epilogue {
     CUTLASS_DEVICE void previsit(int epi_m, int epi_n, int subtile, bool) {
       int const at = slot<EpilogueTile>(subtile);
       each_term<kInt8>([&](auto& operand) { operand.load(epi_m, epi_n, at); }, operands);
+      if constexpr (kFull) {
+        if (epi_m > 0 || epi_n > 0) return;
+        output = source.params.output.of(slots[at].out_scale[0], slots[at].out_zero_point[0]);
+      }
     }
 
     template <class Accumulator, int N>
@@ -236,11 +265,17 @@ struct Epilogue {
       Terms<kFull, Fragment<N>::template Of> fragments;
       each_term<kInt8>([&](auto& to, auto const& operand) { to = operand.template fragment<N>(epi_v); }, fragments,
                        operands);
+      auto const terms = [&](int i) {
+        return map_terms<Value>([&](auto const& fragment) { return fragment[i]; }, fragments);
+      };
+      auto sums = acc;
+      if (!kFull || source.params.has_zero_points()) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < N; ++i) sums[i] = subtract_zero_points(sums[i], terms(i));
+      }
       cutlass::Array<float, N> values;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < N; ++i) {
-        values[i] = apply(acc[i], map_terms<Value>([&](auto const& fragment) { return fragment[i]; }, fragments));
-      }
+      for (int i = 0; i < N; ++i) values[i] = scale(sums[i], terms(i));
       return output.template round<cutlass::Array<Bits, N>, N>(values, acc);
     }
   };

@@ -90,6 +90,8 @@ struct FullOutput {
       uint32_t words[(N + 3) / 4];
       if (dtype == DType::kF8E4M3) {
         convert_all<quantize::Kind::kFp8, true>(words, y);
+      } else if (zero_point == 0) {
+        convert_all<quantize::Kind::kInt8, true>(words, y);
       } else if (fabsf(zero_point) <= 0x1p21f) {
         convert_all<quantize::Kind::kInt8ZeroPoint, true>(words, y);
       } else {
@@ -118,8 +120,11 @@ struct FullOutput {
     switch (activation) {
       case Activation::kNone:
         return;
-      case Activation::kClamp:  // NaN stays
-        return each([&](float x) { return x < low ? low : x > high ? high : x; });
+      case Activation::kClamp:  // NaN stays. Two selections: one within the other would be a branch for each value.
+        return each([&](float x) {
+          float const capped = x > high ? high : x;
+          return x < low ? low : capped;
+        });
       default: {
         constexpr float kLog2e = 1.4426950408889634f;
         constexpr float kOnce = -2.302208198144325f, kCubed = -0.1029432395800235f;

@@ -49,7 +49,7 @@ struct ScaledMmCost {
 
 // Gives GPUs of this model the cost of a kernel, which is in the words of `describe_scaled_mm` without the swizzle.
 // Results of 4 bytes and of 1 have the costs of those of 2, and kernels with the full epilogue those with the plain
-// one. Does nothing where this build has no such kernel; a kernel without a
+// one and of its outputs. Does nothing where this build has no such kernel; a kernel without a
 // cost is not chosen unless it is tuned.
 void set_scaled_mm_cost(Gpu const& gpu, DType in, std::string const& kernel, ScaledMmCost cost);
 
