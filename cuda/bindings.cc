@@ -236,7 +236,7 @@ void bind_block_scaled_mm(nb::module_& m) {
 void bind_block_quantized_mm(nb::module_& m) {
   nb::class_<BlockQuantizedMm>(m, "BlockQuantizedMmProblem", "A product, and the kernel that can compute it.")
       .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int block,
-                       bool zero_points) {
+                       bool zero_points, bool shared_b) {
              BlockQuantizedMm problem{};
              problem.m = m;
              problem.n = n;
@@ -247,10 +247,12 @@ void bind_block_quantized_mm(nb::module_& m) {
              problem.block = block;
              static float const somewhere = 0;  // any address: nobody reads there
              if (zero_points) problem.of_a.zero_point.data = &somewhere;
+             if (shared_b) problem.of_b.scale.shift = problem.kLog2Shared;
              return problem;
            }),
            nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
-           nb::arg("block"), nb::arg("zero_points"), "With zero points of one side or both.")
+           nb::arg("block"), nb::arg("zero_points"), nb::arg("shared_b") = false,
+           "With zero points of one side or both; whether 128 rows of b share their scales.")
       .def(
           "select",
           [](BlockQuantizedMm const& p, Gpu const& gpu) -> std::optional<std::string> {

@@ -30,20 +30,24 @@ from jax_qmm.dtypes import FLOAT8
 
 WEIGHTS = ((4096, 14336), (8192, 8192), (28672, 8192), (6144, 4096))  # N, K
 ROWS = (1, 16, 64, 128, 1024, 4096)
-# Of the operands: dtype, block, whether a has zero points. All but the first are of two weights.
-KINDS = {
-    "int8": (jnp.int8, 128, False),
-    "fp8": (FLOAT8, 128, False),
-    "int8, zero points": (jnp.int8, 128, True),
-    "int8, blocks of 64": (jnp.int8, 64, False),
-    "int8, blocks of 256": (jnp.int8, 256, False),
-}
+# Of the operands: dtype, block, whether a has zero points, and rows of b that share their scales. The first two are of
+# all weights, the others of two.
+KINDS = (
+    (jnp.int8, 128, False, 1),
+    (FLOAT8, 128, False, 128),
+    (FLOAT8, 128, False, 1),
+    (jnp.int8, 128, True, 1),
+    (jnp.int8, 64, False, 1),
+    (jnp.int8, 256, False, 1),
+)
 PROGRAM_US = 3000  # that a program is to take, of up to 120 calls
 
 
 def may_be_best(words: str, m: int) -> bool:
     """Whether the kernel's tiles fit m rows: neither many of the smallest, nor one that is mostly empty."""
     tile = int(re.findall(r"(\d+)x\d+x\d+", words)[0])
+    if "128 rows" in words:
+        return m > 16
     return tile < max(4 * m, 17) and (tile >= m or tile >= 128 or ("sm90" in words and 4 * tile >= m))
 
 
@@ -83,34 +87,38 @@ def values(rows, k, dtype, seed):
     return jnp.asarray(np.resize(np.roll(measure._pattern(jnp.dtype(dtype)), 4099 * seed + 1), (rows, k)))
 
 
-def side(rows, k, dtype, block, zero_points, seed) -> QArray:
-    groups = rows, k // block
+def side(rows, k, dtype, block, zero_points, shared, seed) -> QArray:
+    groups = rows // shared, k // block
     zero_point = jnp.full(groups, 3, jnp.int32) if zero_points else None
     return QArray(values(rows, k, dtype, seed), jnp.full(groups, 0.01), zero_point, tile_size=block)
 
 
-def measure_product(kind: str, m: int, n: int, k: int, kernels, gpu):
+def measure_product(kind, m: int, n: int, k: int, kernels, gpu):
     """Yields what runs, and its microseconds."""
-    dtype, block, zero_points = KINDS[kind]
+    dtype, block, zero_points, shared = kind
     size = (m + n) * k + 2 * m * n
     roofline = 1e6 * max(size / gpu.copy_rate, 2 * m * n * k / gpu.peak)
     count = measure.count_sets(size, 8)
     calls = int(min(120, max(count, PROGRAM_US / roofline)))
     chained = lambda sets: (sets * calls)[:calls]
     operands = [
-        (side(m, k, dtype, block, zero_points, i), side(n, k, dtype, block, False, i + count)) for i in range(count)
+        (side(m, k, dtype, block, zero_points, 1, i), side(n, k, dtype, block, False, shared, i + count))
+        for i in range(count)
     ]
     function = each(lambda x, w: jax_qmm.block_scaled_mm(x, w, out_dtype=jnp.bfloat16))
-    problem = kernels.BlockQuantizedMmProblem(m, n, k, 1, str(jnp.dtype(dtype)), "bfloat16", block, zero_points)
+    problem = kernels.BlockQuantizedMmProblem(
+        m, n, k, 1, str(jnp.dtype(dtype)), "bfloat16", block, zero_points, shared == 128
+    )
     for words in problem.choices(gpu):
         if may_be_best(words, m):
             kernels.restrict_block_quantized_mm(words)
             yield words, timed(function, chained(operands))
             kernels.restrict_block_quantized_mm("")
-    if block == 128 and not zero_points:
-        rows = [(x.qvalue, w.qvalue, x.scale[:, 0], w.scale[:, 0]) for x, w in operands]
+    if block == 128 and not zero_points and (shared == 128 or dtype == jnp.int8):
+        ones = jnp.ones(m), jnp.ones(n)
+        rows = [(x.qvalue, w.qvalue, *ones) for x, w in operands]
         yield "scaled_mm", timed(each(jax_qmm.scaled_mm), chained(rows))
-    if kind == "int8":
+    if kind == KINDS[0]:
         floats = [
             (values(m, k, jnp.bfloat16, i), values(n, k, jnp.bfloat16, i + count), None, None)
             for i in range(measure.count_sets(2 * size, 8))
@@ -126,15 +134,18 @@ def main() -> None:
     _, gpu = measure.open_gpu("kernels.py")
     kernels = _extension._load()[0]
     end = time.monotonic() + options.seconds
-    todo = [(kind, m, n, k) for kind in KINDS for n, k in WEIGHTS[: 4 if kind == "int8" else 2] for m in ROWS]
+    todo = [(kind, m, n, k) for kind in KINDS for n, k in WEIGHTS[: 4 if kind in KINDS[:2] else 2] for m in ROWS]
     with options.csv.open("w", newline="") as file, tqdm(todo, unit="product") as bar:
         writer = csv.writer(file)
-        writer.writerow(["gpu", "kind", "n", "k", "m", "kernel", "us"])
+        writer.writerow(["gpu", "dtype", "zero_points", "shared", "block", "n", "k", "m", "kernel", "us"])
         for kind, m, n, k in bar:
             if time.monotonic() > end:
                 break
+            dtype, block, zero_points, shared = kind
+            of_kind = jnp.dtype(dtype).name, "int" if zero_points else "", shared if shared > 1 else ""
             for words, us in measure_product(kind, m, n, k, kernels, gpu):
-                writer.writerow([gpu.name, kind, n, k, m, words, f"{us:.2f}"])
+                of_block = block if words.startswith("sm") else ""  # others have none
+                writer.writerow([gpu.name, *of_kind, of_block, n, k, m, words, f"{us:.1f}"])
             file.flush()
 
 

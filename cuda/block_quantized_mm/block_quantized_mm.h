@@ -25,10 +25,15 @@ namespace jax_qmm {
 
 // What a side has of each row and block.
 struct InBlocks {
-  // float32 (batch, m or n, groups); without data zeros.
+  // float32 (batch, rows, groups), of 2^shift rows of the side each; without data zeros.
   struct Vector {
     float const* data = nullptr;
     int64_t batch_stride = 0;
+    int shift = 0;
+
+    __host__ __device__ float const* at(int l, int row, int groups) const {
+      return data + l * batch_stride + int64_t(row >> shift) * groups;
+    }
   };
   Vector scale, zero_point, sums;
 };
@@ -36,6 +41,7 @@ struct InBlocks {
 // Of the terms of a ScaledMm it has the bias alone.
 struct BlockQuantizedMm : ScaledMm {
   static constexpr int kShortest = 32, kLongest = 256;  // blocks, by powers of two
+  static constexpr int kLog2Shared = 7;                 // of the rows of b that may share their scales
 
   int block;  // columns that share a scale; the last one may be short
   InBlocks of_a, of_b;

@@ -13,8 +13,9 @@ struct Instance {
   int shortest, longest;  // blocks that it serves
   int tile_m, tile_n, stages, threads, blocks_per_sm;
   int shared_bytes;
-  bool wgmma = false;  // of Hopper alone, for rows that TMA can load
-  int share = 1;       // blocks of a cluster that load a for each other
+  bool wgmma = false;     // of Hopper alone, for rows that TMA can load
+  bool shared_b = false;  // for rows of b that share their scales
+  int share = 1;          // blocks of a cluster that load an operand for each other
   cudaError_t (*prepare)(bool& fits) = nullptr;
   cudaError_t (*launch)(BlockQuantizedMm const&, Submit const&) = nullptr;
 };

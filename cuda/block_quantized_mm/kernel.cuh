@@ -54,21 +54,20 @@ class SourceOfTerms {
       int const index = is_row ? at_.first_m + line : at_.first_n + line - C::kTileM;
       bool const there = index < (is_row ? p_.product.m : p_.product.n) && g < p_.groups;
       InBlocks const& side = is_row ? p_.of_a : p_.of_b;
-      int64_t const from = int64_t(index) * p_.groups + g;
       uint32_t const to = slots_ + slot_ * C::kSlotBytes + 4 * (of_stage * C::kTermsOfBlock + line);
-      copy_one(to, side.scale, from, there);
+      copy_one(to, side.scale, index, g, there);
       if constexpr (C::kZeroPoints) {
-        copy_one(to + 4 * C::kLines, side.zero_point, from, there);
-        copy_one(to + 8 * C::kLines, side.sums, from, there);
+        copy_one(to + 4 * C::kLines, side.zero_point, index, g, there);
+        copy_one(to + 8 * C::kLines, side.sums, index, g, there);
       }
     }
     slot_ = slot_ + 1 == C::kSlots ? 0 : slot_ + 1;
   }
 
  private:
-  __device__ void copy_one(uint32_t to, InBlocks::Vector const& vector, int64_t from, bool there) const {
-    float const* const data = vector.data + at_.l * vector.batch_stride + from;
-    copy_async<4>(to, reinterpret_cast<uint8_t const*>(data), there && vector.data != nullptr);
+  __device__ void copy_one(uint32_t to, InBlocks::Vector const& vector, int index, int g, bool there) const {
+    auto const* const data = reinterpret_cast<uint8_t const*>(vector.at(at_.l, index, p_.groups) + g);
+    copy_async<4>(to, data, there && vector.data != nullptr);
   }
 
   Params const& p_;

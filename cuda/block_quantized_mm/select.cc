@@ -43,6 +43,7 @@ bool serves(Instance const& i, BlockQuantizedMm const& p) {
   // Rows that TMA can load.
   uintptr_t const addresses = reinterpret_cast<uintptr_t>(p.a) | reinterpret_cast<uintptr_t>(p.b);
   if (i.wgmma && (p.k == 0 || p.k % 16 != 0 || addresses % 16 != 0)) return false;
+  if (i.shared_b && p.of_b.scale.shift == 0) return false;
   return i.in == p.in && i.zero_points == p.has_zero_points() && i.shortest <= p.block && p.block <= i.longest;
 }
 
@@ -52,12 +53,14 @@ struct Costs {
   double step, columns;   // and of a step of so many columns at least
   double rate;            // of the tensor cores' peak
   double scaling, alone;  // operations for an output of a block, and how many times as long in the only block of an SM
+  double l2 = 30;         // bytes of L2 that an SM gets in a cycle
 };
 
 // Fitted to 209 times on an H200, of one to 4096 rows by four weights: tests/benchmarks/test_block_quantized_mm.py has
 // how near the choices are. Whether older GPUs are like that is not measured.
 Costs costs_of(Instance const& i, Gpu const& gpu) {
   bool const shifted = i.zero_points;
+  if (i.shared_b) return {9e-6, 2300, 360, 128, 0.64, 0.5, 1, 37};  // to 14 times on an H100
   if (i.wgmma) return {11e-6, 14000, shifted ? 700.0 : 360.0, 128, 0.64, shifted ? 2.5 : 1.5, 4.4};
   double const rate = (gpu.arch == 90 ? 0.633 : 1) / (i.in == DType::kF8E4M3 ? 2.6 : 1);
   return {2e-6, 37000, 600, 64, rate, shifted ? 15 : 4.2, 0};
@@ -65,16 +68,18 @@ Costs costs_of(Instance const& i, Gpu const& gpu) {
 
 // Seconds, as predicted from the description of the GPU.
 double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gpu) {
-  constexpr double kL2 = 30;       // bytes of L2 that an SM gets in a cycle
   constexpr double kFloats = 128;  // operations on outputs that an SM starts in a cycle
   Costs const costs = costs_of(i, gpu);
-  double const tiles = double(ceil_div(p.m, i.tile_m)) * ceil_div(ceil_div(p.n, i.tile_n), i.share) * i.share * p.batch;
+  int64_t tiles_m = ceil_div(p.m, i.tile_m), tiles_n = ceil_div(p.n, i.tile_n);
+  int64_t& in_clusters = i.shared_b ? tiles_m : tiles_n;
+  in_clusters = ceil_div(in_clusters, i.share) * i.share;
+  double const tiles = double(tiles_m) * tiles_n * p.batch;
   double const waves = std::ceil(tiles / (gpu.sm_count * i.blocks_per_sm));
   double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(tiles / gpu.sm_count));
   double const outputs = double(i.tile_m) * i.tile_n, k = p.k;
   double const multiplying = outputs * k * 2 / (costs.rate * gpu.peak / gpu.sm_count / gpu.clock);
   double const scaling = outputs * p.groups() * costs.scaling / kFloats;
-  double const reading = (double(i.tile_m) / i.share + i.tile_n) * k / kL2;
+  double const reading = (double(i.tile_m) / i.share + i.tile_n) * k / costs.l2;
   double const alone = k / costs.columns * costs.step + costs.alone * scaling;
   double const cycles = costs.tile + std::max(alone, on_sm * std::max(multiplying + scaling, reading));
   double const from_memory = double(p.batch) * (double(p.m) + p.n) * k / gpu.copy_rate;
@@ -113,7 +118,7 @@ std::string describe_block_quantized_mm(int instance) {
   std::string const cluster = i.share > 1 ? " cluster " + std::to_string(i.share) : "";
   return (i.wgmma ? "sm90 wgmma " + tile + "x128" + cluster : "sm80 multistage " + tile + "x64") + " " +
          dtype_name(i.in) + (i.longest == 32 ? " scaled each 32" : " scaled by block") +
-         (i.zero_points ? " zero points" : "");
+         (i.shared_b ? " of 128 rows" : "") + (i.zero_points ? " zero points" : "");
 }
 
 cudaError_t prepare_block_quantized_mm() {

@@ -1,20 +1,25 @@
-// Products by Hopper's warpgroup-level tensor cores: y^T = b a^T, so that few rows of a waste nothing. The sums of a
-// block of columns are scaled and added to float32 ones while the tensor cores multiply what comes after: for the other
-// warpgroup, or for this one in a second set of registers.
+// Products by Hopper's warpgroup-level tensor cores. The sums of a block of columns are scaled and added to float32
+// ones while the tensor cores multiply what comes after: for the other warpgroup, or for this one in a second set of
+// registers.
+//
+// One operand's rows go down a tile, 64 for each warpgroup, and the other's across. That is y^T = b a^T, so that few
+// rows of a waste nothing. Where rows of b share their scales it is y = a b^T: a thread has sums of two rows and of a
+// quarter of the columns, and what a column has of its own it would read from shared memory for each of them, at the
+// tensor cores' cost.
 //
 //   warps                          role
-//   0 ... kMathWarps-1             warpgroups of 64 rows of b each: multiply, scale, and write the results
+//   0 ... kMathWarps-1             warpgroups of 64 rows each: multiply, scale, and write the results
 //   kMathWarps                     loads a and b by TMA
 //   kMathWarps + 1, + 2, + 3       copy the terms of four blocks at a time
 //
 //   mbarrier            arrivals of a phase                     who waits
 //   full[stage]         1 and the bytes of what TMA brings      math warps
-//   empty[stage]        kMathWarps of each block that shares a  the load warp, from the second turn on
+//   empty[stage]        kMathWarps of each block of a cluster   the load warp, from the second turn on
 //   terms_full[slot]    those of each of their lanes' copies    math warps
 //   terms_empty[slot]   kMathWarps                              the three warps, from the second turn on
 //
-// The blocks of a cluster share a, of which each loads some rows for all of them. Stages of the last turn are not
-// released, as blocks that are done may have exited.
+// The blocks of a cluster share what goes across, of which each loads some rows for all of them. Stages of the last
+// turn are not released, as blocks that are done may have exited.
 #pragma once
 
 #include <algorithm>
@@ -37,54 +42,62 @@ constexpr int kStep = 128;        // columns of a stage, the span of TMA's swizz
 constexpr int kBlocksOfSlot = 4;  // whose terms come together
 constexpr int kTermsThreads = 96;
 
-// `Block`: its columns. `Round`: blocks that are multiplied between two waits, each into sums of its own.
-template <DType In, bool ZeroPoints, int Block, int TileM, int Groups, int Round, int BlocksPerSm>
+// `Block`: its columns. `Round`: blocks that are multiplied between two waits, each into sums of its own. `SharedB`:
+// for rows of b that share their scales as far as a tile reaches.
+template <DType In, bool ZeroPoints, int Block, int Across, int Groups, int Round, int BlocksPerSm,
+          bool SharedB = false>
 struct ConfigSm90 {
   using Element = std::conditional_t<In == DType::kS8, int8_t, cutlass::float_e4m3_t>;
   using Accumulator = std::conditional_t<In == DType::kS8, int32_t, float>;
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, Accumulator,
-                                 cute::Shape<cute::_64, cute::Int<TileM>, cute::Int<kStep>>>(),
+                                 cute::Shape<cute::_64, cute::Int<Across>, cute::Int<kStep>>>(),
       cute::Layout<cute::Shape<cute::Int<Groups>, cute::_1, cute::_1>>{}));
   static constexpr DType kIn = In;
   static constexpr bool kZeroPoints = ZeroPoints;
   static constexpr int kBlock = Block, kStagesOfBlock = std::max(1, Block / kStep),
                        kStagesOfRound = std::max(1, Round* Block / kStep);
-  static constexpr int kTileM = TileM, kRows = 64 * Groups, kRound = Round;
+  static constexpr int kAcross = Across, kDown = 64 * Groups, kRound = Round;
+  static constexpr bool kSharedB = SharedB;
+  static constexpr int kTileM = SharedB ? kDown : kAcross, kTileN = SharedB ? kAcross : kDown;
   static constexpr int kMathWarps = 4 * Groups, kMathThreads = 32 * kMathWarps, kThreads = kMathThreads + 128;
   static constexpr int kBlocksPerSm = BlocksPerSm;
   // Where math warps need more registers than there are for each.
   static constexpr bool kMovesRegisters = Groups == 2;
   static constexpr int kMathRegisters = 232, kOtherRegisters = 40;  // 504 for three warpgroups
   static constexpr int kVectors = ZeroPoints ? 3 : 1;               // of each row: scale, zero point, sums
-  static constexpr int kLines = kRows + TileM;                      // of b and of a
+  static constexpr int kLines = kDown + (SharedB ? 1 : Across);     // with terms of their own
   static constexpr int kSlots = ZeroPoints ? 3 : Groups == 1 ? 8 : 4;
   using Terms = float[kVectors][kLines][kBlocksOfSlot];
-  static constexpr int kStageBytes = kLines * kStep;
+  static constexpr int kStageBytes = (kDown + Across) * kStep;
   static constexpr int kStages =
       std::min(20, (227 * 1024 / BlocksPerSm - 1536 - int(sizeof(Terms)) * kSlots) / kStageBytes);
   struct Shared {
-    alignas(1024) uint8_t b[kStages][kRows * kStep];
-    alignas(1024) uint8_t a[kStages][TileM * kStep];
+    alignas(1024) uint8_t down[kStages][kDown * kStep];
+    alignas(1024) uint8_t across[kStages][Across * kStep];
     alignas(16) Terms terms[kSlots];
     uint64_t full[kStages], empty[kStages], terms_full[kSlots], terms_empty[kSlots];
   };
-  static constexpr int kPitch = kRows + 4;  // of sums on their way out: the stores of fragments hit distinct banks
-  static_assert(kStages >= 2 && TileM * kPitch * 4 <= kStageBytes * kStages);
+  // Of sums on their way out: the stores of fragments hit distinct banks.
+  static constexpr int kPitch = kTileN + (SharedB ? 8 : 4);
+  static_assert(kStages >= 2 && kTileM * kPitch * 4 <= kStageBytes * kStages && !(SharedB && ZeroPoints));
   static_assert(Block >= kStep || (Block == kStep / 2 && (Round == 1 || Round % 2 == 0)));
 };
 
 struct ParamsSm90 {
   void* out;
   int m, n;
-  unsigned tiles_m, tiles_n;
+  int tiles_down, tiles_across;
   int groups;
-  InBlocks of_a, of_b;
-  bool fours;  // whether the terms of four blocks can be loaded at once
-  bool a_batched, b_batched;
+  struct Side {
+    int rows;
+    InBlocks blocks;
+    bool batched;
+  } down, across;
+  bool fours;         // whether the terms of four blocks can be loaded at once
   bool stores_whole;  // whether rows of the output start at 16 bytes
-  int share;          // blocks of a cluster that share a
-  int box_rows;       // of a, that each of them loads
+  int share;          // blocks of a cluster that share what goes across
+  int box_rows;       // of it, that each of them loads
   int64_t out_batch_stride;
   VectorArg<float, false> bias;
   OutputArg<true> output;
@@ -107,60 +120,66 @@ struct Ring {
 
 // Copies the terms of four blocks, by one of the threads that bring them. Behind the last block they become zeros.
 template <class C>
-__device__ void copy_terms(ParamsSm90 const& p, int thread, int l, int first_m, int first_n, int slot,
+__device__ void copy_terms(ParamsSm90 const& p, int thread, int l, int first_down, int first_across, int slot,
                            typename C::Terms& to) {
 #pragma unroll
   for (int i = 0; i < (C::kLines + kTermsThreads - 1) / kTermsThreads; ++i) {
     int const line = thread + kTermsThreads * i;
     if (line >= C::kLines) break;
-    bool const of_b = line < C::kRows;
-    int const index = of_b ? min(first_n + line, p.n - 1) : min(first_m + line - C::kRows, p.m - 1);
-    InBlocks const& side = of_b ? p.of_b : p.of_a;
-    int64_t const from = int64_t(index) * p.groups + slot * kBlocksOfSlot;
+    bool const is_down = line < C::kDown;
+    ParamsSm90::Side const& side = is_down ? p.down : p.across;
+    int const row = min(is_down ? first_down + line : first_across + line - C::kDown, side.rows - 1);
     int const there = p.groups - slot * kBlocksOfSlot;
     auto const copy = [&](int v, InBlocks::Vector const& vector) {
       uint32_t const four = cute::cast_smem_ptr_to_uint(&to[v][line][0]);
-      auto const* const data = reinterpret_cast<uint8_t const*>(vector.data + l * vector.batch_stride + from);
+      auto const* const data = reinterpret_cast<uint8_t const*>(vector.at(l, row, p.groups) + slot * kBlocksOfSlot);
       bool const has_data = vector.data != nullptr;
       if (p.fours) return copy_async<16>(four, data, has_data);
 #pragma unroll
       for (int j = 0; j < kBlocksOfSlot; ++j) copy_async<4>(four + 4 * j, data + 4 * j, has_data && j < there);
     };
-    copy(0, side.scale);
+    copy(0, side.blocks.scale);
     if constexpr (C::kZeroPoints) {
-      copy(1, side.zero_point);
-      copy(2, side.sums);
+      copy(1, side.blocks.zero_point);
+      copy(2, side.blocks.sums);
     }
   }
 }
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
-    wgmma_kernel(ParamsSm90 const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_a,
-                 CUTE_GRID_CONSTANT CUtensorMap const boxes_b) {
+    wgmma_kernel(ParamsSm90 const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_down,
+                 CUTE_GRID_CONSTANT CUtensorMap const boxes_across) {
   using namespace cute;
   using Element = typename C::Element;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
-  constexpr int kStages = C::kStages, kTileM = C::kTileM, kRows = C::kRows, kMathWarps = C::kMathWarps;
+  constexpr int kStages = C::kStages, kDown = C::kDown, kAcross = C::kAcross, kMathWarps = C::kMathWarps;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
 
-  // Clusters that have the same rows of b are neighbours.
+  // Bands of tiles, each from its first row to its last: what runs at once reads few rows of either operand.
+  constexpr int kBand = 16;
   int const share = p.share, rank = blockIdx.x % share, cluster = blockIdx.x / share;
-  int const clusters_n = (p.tiles_n - 1) / share + 1;
-  int const first_m = cluster % p.tiles_m * kTileM, l = cluster / (p.tiles_m * clusters_n);
-  int const first_n = (cluster / p.tiles_m % clusters_n * share + rank) * kRows;
+  int const clusters_down = (p.tiles_down - 1) / share + 1, of_entry = p.tiles_across * clusters_down;
+  int const l = cluster / of_entry, band = cluster % of_entry / (kBand * clusters_down) * kBand;
+  int const wide = min(kBand, p.tiles_across - band), in_band = cluster % of_entry - band * clusters_down;
+  int const first_across = (band + in_band % wide) * kAcross, first_down = (in_band / wide * share + rank) * kDown;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // What is multiplied, of which the last blocks and the end of the last stage may not be there: zeros.
   int const rounds = (p.groups - 1) / C::kRound + 1, blocks = rounds * C::kRound;
   int const steps = C::kBlock >= kStep ? blocks * C::kStagesOfBlock : (blocks + 1) / 2;
 
   if (warp == kMathWarps && elect_one_sync()) {
-    prefetch_tma_descriptor(&boxes_a);
-    prefetch_tma_descriptor(&boxes_b);
-    for (int i = 0; i < min(steps, 2); ++i) {  // to L2, by the time the kernel before this one is done
-      SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_b, i * kStep, first_n, p.b_batched ? l : 0);
+    prefetch_tma_descriptor(&boxes_down);
+    prefetch_tma_descriptor(&boxes_across);
+    for (int i = 0; i < min(steps, 2); ++i) {  // of b to L2, by the time the kernel before this one is done
+      if constexpr (C::kSharedB) {
+        SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_across, i * kStep, first_across + rank * p.box_rows,
+                                         p.across.batched ? l : 0);
+      } else {
+        SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_down, i * kStep, first_down, p.down.batched ? l : 0);
+      }
     }
     for (int s = 0; s < kStages; ++s) {
       Full::init(&shared.full[s], 1);
@@ -192,15 +211,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       for (int i = 0; i < steps; ++i, stage.advance()) {
         uint64_t* const full = &shared.full[stage.at];
         if (stage.turn > 0) Empty::wait(&shared.empty[stage.at], (stage.turn - 1) & 1);
-        Full::arrive_and_expect_tx(full, kRows * kStep + share * p.box_rows * kStep);
-        SM90_TMA_LOAD_3D::copy(&boxes_b, full, once, shared.b[stage.at], i * kStep, first_n, p.b_batched ? l : 0);
-        auto* const to = shared.a[stage.at] + first_row * kStep;
-        int const entry = p.a_batched ? l : 0;
+        Full::arrive_and_expect_tx(full, kDown * kStep + share * p.box_rows * kStep);
+        SM90_TMA_LOAD_3D::copy(&boxes_down, full, C::kSharedB ? again : once, shared.down[stage.at], i * kStep,
+                               first_down, p.down.batched ? l : 0);
+        auto* const to = shared.across[stage.at] + first_row * kStep;
+        int const entry = p.across.batched ? l : 0;
         if (share > 1) {
-          SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_a, full, uint16_t((1 << share) - 1), again, to, i * kStep,
-                                           first_m + first_row, entry);
+          SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_across, full, uint16_t((1 << share) - 1), again, to, i * kStep,
+                                           first_across + first_row, entry);
         } else {
-          SM90_TMA_LOAD_3D::copy(&boxes_a, full, again, to, i * kStep, first_m, entry);
+          SM90_TMA_LOAD_3D::copy(&boxes_across, full, again, to, i * kStep, first_across, entry);
         }
       }
       return;
@@ -209,7 +229,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     Ring<C::kSlots> slot;
     for (int i = 0; i < slots; ++i, slot.advance()) {
       if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);
-      copy_terms<C>(p, threadIdx.x - C::kMathThreads - 32, l, first_m, first_n, i, shared.terms[slot.at]);
+      copy_terms<C>(p, threadIdx.x - C::kMathThreads - 32, l, first_down, first_across, i, shared.terms[slot.at]);
       cutlass::arch::cpasync_barrier_arrive_noinc(&shared.terms_full[slot.at]);
     }
     commit_copies();
@@ -220,8 +240,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
   typename C::Mma mma;
   auto thread = mma.get_slice(threadIdx.x);
-  constexpr int kCount = kTileM / 2;  // sums of a thread
-  Tensor one = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTileM>>{});
+  constexpr int kCount = kAcross / 2;  // sums of a thread
+  Tensor one = partition_fragment_C(mma, Shape<Int<kDown>, Int<kAcross>>{});
   static_assert(decltype(size(one))::value == kCount);
   typename C::Accumulator sums[2][C::kRound][kCount];  // one set is multiplied while the other is added
   float total[kCount] = {};
@@ -230,8 +250,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         make_smem_ptr(reinterpret_cast<Element*>(data)),
         tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<decltype(rows), Int<kStep>, Int<kStages>>{}));
   };
-  Tensor fragments_b = thread.make_fragment_A(thread.partition_A(stages_of(shared.b[0], Int<kRows>())));
-  Tensor fragments_a = thread.make_fragment_B(thread.partition_B(stages_of(shared.a[0], Int<kTileM>())));
+  Tensor fragments_down = thread.make_fragment_A(thread.partition_A(stages_of(shared.down[0], Int<kDown>())));
+  Tensor fragments_across = thread.make_fragment_B(thread.partition_B(stages_of(shared.across[0], Int<kAcross>())));
   Ring<kStages> stage, free;  // to multiply next, and to release next
   Ring<C::kSlots> slot;
   constexpr bool kEndsWithinStage = C::kRound * C::kBlock < kStep;  // a round: with the first half of a stage
@@ -260,7 +280,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 #pragma unroll
       for (int k = 0; k < std::min(C::kBlock, kStep) / 32; ++k) {
         int const of = at[C::kBlock >= kStep ? i : i / 2];
-        gemm(mma, fragments_b(_, _, from + k, of), fragments_a(_, _, from + k, of), acc);
+        gemm(mma, fragments_down(_, _, from + k, of), fragments_across(_, _, from + k, of), acc);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
     }
@@ -275,6 +295,31 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
   };
   int const row = 16 * warp + lane / 4;
+  auto const add_block = [&](auto const& term, auto const& of_block) {
+    float of_b[C::kVectors][2];
+#pragma unroll
+    for (int v = 0; v < C::kVectors; ++v) of_b[v][0] = term(v, row), of_b[v][1] = term(v, row + 8);
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      float of_a[C::kVectors][2];
+#pragma unroll
+      for (int v = 0; v < C::kVectors; ++v) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) of_a[v][h] = term(v, kDown + 8 * j + lane % 4 * 2 + h);
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        auto const a = [&](int v) { return of_a[v][c % 2]; };
+        auto const b = [&](int v) { return of_b[v][c / 2]; };
+        float t = float(of_block[4 * j + c]);
+        if constexpr (C::kZeroPoints) {
+          t = fmaf(-a(1), b(2), t);
+          t = fmaf(-b(1), a(2), t);
+        }
+        total[4 * j + c] = fmaf(a(0), b(0) * t, total[4 * j + c]);
+      }
+    }
+  };
   auto const add_round = [&](auto set) {
     fence(set);
 #pragma unroll
@@ -286,28 +331,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       auto const term = [&, terms = &shared.terms[slot.at][0][0][of_slot]](int v, int line) {
         return terms[(v * C::kLines + line) * kBlocksOfSlot];
       };
-      float of_b[C::kVectors][2];
+      if constexpr (C::kSharedB) {
+        float const of_b = term(0, kDown), scales[] = {term(0, row) * of_b, term(0, row + 8) * of_b};
 #pragma unroll
-      for (int v = 0; v < C::kVectors; ++v) of_b[v][0] = term(v, row), of_b[v][1] = term(v, row + 8);
-#pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-        float of_a[C::kVectors][2];
-#pragma unroll
-        for (int v = 0; v < C::kVectors; ++v) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) of_a[v][h] = term(v, kRows + 8 * j + lane % 4 * 2 + h);
-        }
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          auto const a = [&](int v) { return of_a[v][c % 2]; };
-          auto const b = [&](int v) { return of_b[v][c / 2]; };
-          float t = float(sums[set][r][4 * j + c]);
-          if constexpr (C::kZeroPoints) {
-            t = fmaf(-a(1), b(2), t);
-            t = fmaf(-b(1), a(2), t);
-          }
-          total[4 * j + c] = fmaf(a(0), b(0) * t, total[4 * j + c]);
-        }
+        for (int i = 0; i < kCount; ++i) total[i] = fmaf(scales[i / 2 % 2], float(sums[set][r][i]), total[i]);
+      } else {
+        add_block(term, sums[set][r]);
       }
       if (++of_slot == kBlocksOfSlot) {
         __syncwarp();
@@ -347,24 +376,32 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   // The sums take the place of the stages, in which no more data arrive: results side by side are of one row.
   sync_math<C::kMathThreads>();
   auto* const sums_of_tile = reinterpret_cast<float*>(memory);
+  int const column = lane % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    sums_of_tile[(i / 4 * 8 + lane % 4 * 2 + i % 2) * C::kPitch + row + i / 2 % 2 * 8] = total[i];
+  for (int i = 0; i < kCount; i += 2) {
+    int const down = row + i / 2 % 2 * 8, across = i / 4 * 8 + column;
+    if constexpr (C::kSharedB) {
+      *reinterpret_cast<float2*>(&sums_of_tile[down * C::kPitch + across]) = {total[i], total[i + 1]};
+    } else {
+      sums_of_tile[across * C::kPitch + down] = total[i];
+      sums_of_tile[(across + 1) * C::kPitch + down] = total[i + 1];
+    }
   }
   sync_math<C::kMathThreads>();
   cudaGridDependencySynchronize();  // the bias is next
   FullOutput const output = p.output.at(l);
   auto const write = [&](auto bits) {
     using Bits = decltype(bits);
-    constexpr int kEach = 16 / sizeof(Bits), kAcross = kRows / kEach, kDown = C::kMathThreads / kAcross;
-    int const column = threadIdx.x % kAcross * kEach, n = first_n + column, columns = min(kEach, p.n - n);
+    constexpr int kEach = 16 / sizeof(Bits), kThreadsOfRow = C::kTileN / kEach;
+    int const first_m = C::kSharedB ? first_down : first_across, first_n = C::kSharedB ? first_across : first_down;
+    int const column = threadIdx.x % kThreadsOfRow * kEach, n = first_n + column, columns = min(kEach, p.n - n);
     if (columns <= 0) return;
     float bias[kEach] = {};
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       if (j < columns) bias[j] = p.bias.load(l, n + j);
     }
-    for (int m = threadIdx.x / kAcross; m < min(kTileM, p.m - first_m); m += kDown) {
+    for (int m = threadIdx.x / kThreadsOfRow; m < min(C::kTileM, p.m - first_m); m += C::kMathThreads / kThreadsOfRow) {
       float values[kEach];
 #pragma unroll
       for (int j = 0; j < kEach; j += 4) {
@@ -403,7 +440,6 @@ inline cudaError_t make_boxes(void const* data, int k, int rows, int entries, in
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// The blocks of a cluster share a.
 template <class C>
 LaunchShape shape_of(dim3 grid, int share) {
   return {grid, C::kThreads, sizeof(typename C::Shared), dim3(share)};
@@ -419,28 +455,29 @@ cudaError_t launch_wgmma(BlockQuantizedMm const& problem, Submit const& submit) 
   ParamsSm90 p{};
   p.out = problem.out, p.out_batch_stride = problem.out_batch_stride;
   p.m = problem.m, p.n = problem.n, p.groups = problem.groups();
-  p.tiles_m = unsigned(ceil_div(p.m, C::kTileM)), p.tiles_n = unsigned(ceil_div(p.n, C::kRows));
-  p.of_a = problem.of_a, p.of_b = problem.of_b;
+  ParamsSm90::Side const a{p.m, problem.of_a, problem.a_batch_stride != 0};
+  ParamsSm90::Side const b{p.n, problem.of_b, problem.b_batch_stride != 0};
+  p.down = C::kSharedB ? a : b, p.across = C::kSharedB ? b : a;
+  p.tiles_down = int(ceil_div(p.down.rows, C::kDown)), p.tiles_across = int(ceil_div(p.across.rows, C::kAcross));
   auto const at_16_bytes = [](void const* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   auto const in_fours = [&](InBlocks const& side) {
     return at_16_bytes(side.scale.data) && at_16_bytes(side.zero_point.data) && at_16_bytes(side.sums.data);
   };
-  p.fours = p.groups % 4 == 0 && in_fours(p.of_a) && in_fours(p.of_b);
-  p.a_batched = problem.a_batch_stride != 0, p.b_batched = problem.b_batch_stride != 0;
+  p.fours = p.groups % 4 == 0 && in_fours(problem.of_a) && in_fours(problem.of_b);
   p.stores_whole = int64_t(p.n) * bytes_of(problem.out_dtype) % 16 == 0 && at_16_bytes(p.out);
-  p.share = kShare, p.box_rows = kShare > 1 ? C::kTileM / kShare : std::min(C::kTileM, p.m);
+  p.share = kShare, p.box_rows = kShare > 1 ? C::kAcross / kShare : std::min(C::kAcross, p.across.rows);
   auto const epilogue = epilogue_args<true>(problem);
   p.bias = epilogue.bias, p.output = epilogue.output;
 
-  CUtensorMap boxes_a, boxes_b;
-  int const batch = problem.batch;
-  cudaError_t error = make_boxes(problem.a, problem.k, p.m, p.a_batched ? batch : 1, p.box_rows, boxes_a);
-  if (error == cudaSuccess) {
-    error = make_boxes(problem.b, problem.k, p.n, p.b_batched ? batch : 1, C::kRows, boxes_b);
-  }
+  CUtensorMap boxes_down, boxes_across;
+  auto const make = [&](ParamsSm90::Side const& side, void const* data, int box_rows, CUtensorMap& boxes) {
+    return make_boxes(data, problem.k, side.rows, side.batched ? problem.batch : 1, box_rows, boxes);
+  };
+  cudaError_t error = make(p.down, C::kSharedB ? problem.a : problem.b, C::kDown, boxes_down);
+  if (error == cudaSuccess) error = make(p.across, C::kSharedB ? problem.b : problem.a, p.box_rows, boxes_across);
   if (error != cudaSuccess) return error;
-  unsigned const clusters = p.tiles_m * unsigned(ceil_div(p.tiles_n, kShare)) * unsigned(batch);
-  return jax_qmm::launch(submit, shape_of<C>(dim3(kShare * clusters), kShare), wgmma_kernel<C>, p, boxes_a, boxes_b);
+  unsigned const blocks = kShare * p.tiles_across * unsigned(ceil_div(p.tiles_down, kShare)) * problem.batch;
+  return jax_qmm::launch(submit, shape_of<C>(dim3(blocks), kShare), wgmma_kernel<C>, p, boxes_down, boxes_across);
 }
 
 template <class C, int kShare>
@@ -448,9 +485,9 @@ Instance instance() {
   Instance i{};
   i.in = C::kIn, i.zero_points = C::kZeroPoints;
   i.shortest = i.longest = C::kBlock;
-  i.tile_m = C::kTileM, i.tile_n = C::kRows, i.stages = C::kStages, i.threads = C::kThreads;
+  i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.stages = C::kStages, i.threads = C::kThreads;
   i.blocks_per_sm = C::kBlocksPerSm, i.shared_bytes = sizeof(typename C::Shared);
-  i.wgmma = true, i.share = kShare;
+  i.wgmma = true, i.shared_b = C::kSharedB, i.share = kShare;
   i.prepare = prepare_wgmma<C, kShare>, i.launch = launch_wgmma<C, kShare>;
   return i;
 }
@@ -469,6 +506,11 @@ void add_wgmma_instances(std::vector<Instance>& to) {
   add(std::integral_constant<int, 64>());
   add(std::integral_constant<int, 128>());
   add(std::integral_constant<int, 256>());
+  if constexpr (In == DType::kF8E4M3) {  // int8 rounds in another order, by which its results are the reference's
+    using Shared = ConfigSm90<In, kZeroPoints, 128, 128, 2, 1, 1, true>;
+    to.push_back(instance<Shared, 1>());
+    to.push_back(instance<Shared, 2>());
+  }
 }
 
 }  // namespace jax_qmm::block_quantized

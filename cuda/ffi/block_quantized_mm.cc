@@ -20,16 +20,19 @@ struct NamedBlocks {
   int BlockQuantizedMm::* rows;
   InBlocks BlockQuantizedMm::* side;
   InBlocks::Vector InBlocks::* to;
+  bool may_share = false;
 
-  // Reads a buffer of shape (1 | batch, rows, groups).
+  // Reads a buffer of shape (1 | batch, rows, groups), or with a row for each 2^kLog2Shared.
   ffi::Error read(ffi::AnyBuffer const& buffer, BlockQuantizedMm& p) const {
     JAX_QMM_RETURN_IF_ERROR(check_dtype(buffer, name, {DType::kF32}));
     JAX_QMM_RETURN_IF_ERROR(check_rank(buffer, name, 3));
     // Without columns there may be no block or one of them.
     auto const dims = buffer.dimensions();
     int64_t const batch = dims[0] == 1 ? 1 : p.batch, groups = p.k == 0 ? dims[2] : p.groups();
-    JAX_QMM_RETURN_IF_ERROR(check_shape(buffer, name, {batch, p.*rows, groups}));
-    p.*side.*to = {static_cast<float const*>(buffer.untyped_data()), batch == 1 ? 0 : p.*rows * groups};
+    int const shift = may_share && dims[1] != p.*rows ? p.kLog2Shared : 0;
+    int64_t const count = ceil_div(p.*rows, 1 << shift);
+    JAX_QMM_RETURN_IF_ERROR(check_shape(buffer, name, {batch, count, groups}));
+    p.*side.*to = {static_cast<float const*>(buffer.untyped_data()), batch == 1 ? 0 : count * groups, shift};
     return ffi::Error::Success();
   }
 };
@@ -37,8 +40,8 @@ struct NamedBlocks {
 constexpr NamedBlocks of_a(char const* name, InBlocks::Vector InBlocks::* to) {
   return {name, static_cast<int BlockQuantizedMm::*>(&BlockQuantizedMm::m), &BlockQuantizedMm::of_a, to};
 }
-constexpr NamedBlocks of_b(char const* name, InBlocks::Vector InBlocks::* to) {
-  return {name, static_cast<int BlockQuantizedMm::*>(&BlockQuantizedMm::n), &BlockQuantizedMm::of_b, to};
+constexpr NamedBlocks of_b(char const* name, InBlocks::Vector InBlocks::* to, bool may_share = false) {
+  return {name, static_cast<int BlockQuantizedMm::*>(&BlockQuantizedMm::n), &BlockQuantizedMm::of_b, to, may_share};
 }
 
 struct Optional {
@@ -95,7 +98,7 @@ ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer scale_a, ffi:
   p.b_batch_stride = batch_of(b, batch) == 1 ? 0 : n * k;
   p.out_batch_stride = m * n;
   JAX_QMM_RETURN_IF_ERROR(of_a("scale_a", &InBlocks::scale).read(scale_a, p));
-  JAX_QMM_RETURN_IF_ERROR(of_b("scale_b", &InBlocks::scale).read(scale_b, p));
+  JAX_QMM_RETURN_IF_ERROR(of_b("scale_b", &InBlocks::scale, true).read(scale_b, p));
   JAX_QMM_RETURN_IF_ERROR(read_vectors(optional, names, kOptional, p));
   return read_activation(activation, low, high, p);
 }
@@ -130,7 +133,7 @@ auto bind(Binding binding) {
       .template Arg<ffi::AnyBuffer>()                 // a (1 | batch, M, K)
       .template Arg<ffi::AnyBuffer>()                 // b (1 | batch, N, K)
       .template Arg<ffi::AnyBuffer>()                 // scale_a (1 | batch, M, blocks of K)
-      .template Arg<ffi::AnyBuffer>()                 // scale_b (1 | batch, N, blocks of K)
+      .template Arg<ffi::AnyBuffer>()                 // scale_b (1 | batch, N | N / 128, blocks of K)
       .RemainingArgs()                                // zero points and sums likewise, bias (1 | batch, N)
       .template Ret<ffi::AnyBuffer>()                 // out (batch, M, N)
       .template Attr<int32_t>("block")                // columns: 32, 64, 128 or 256

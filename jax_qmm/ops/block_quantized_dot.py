@@ -98,5 +98,5 @@ def folded(form, w):
     """The columns in one dimension."""
     batch, columns = len(form.batch), len(form.columns)
     fold = lambda x: x.reshape(*x.shape[:batch], math.prod(x.shape[batch : batch + columns]), x.shape[-1])
-    leaves = (None if x is None else fold(x) for x in w[:-1])
+    leaves = (None if x is None else fold(x) for x in w[:4])
     return w._replace(**dict(zip(w._fields, leaves)))

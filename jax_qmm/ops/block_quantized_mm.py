@@ -46,6 +46,7 @@ class InBlocks(NamedTuple):
     zero_point: Any  # likewise, or None
     sums: Any  # of the values over each block, likewise, or None where they are not known
     block: int  # columns that share a scale
+    shared: int = 1  # rows after one another, from the first on, that share theirs
 
 
 def in_blocks(q, contracted=1):
@@ -58,22 +59,24 @@ def in_blocks(q, contracted=1):
     axes, first = q.storage_axes(), q.ndim - contracted
     rows, whole = q.shape[:first], q.shape[first:]
     counts = [q.scale.shape[axis] for axis in axes]
-    shared = all(count == 1 for count in counts[first:])
+    one_block = all(count == 1 for count in counts[first:])
 
     def of_rows(leaf):
         leaf = transposed(leaf, axes)
         for axis in range(first):
             if leaf.shape[axis] != rows[axis]:  # several rows share a scale
                 leaf = spread(leaf, q.tile_along(axes[axis]), rows[axis], axis)
-        blocks = (*leaf.shape[first:-1],) if shared else whole[:-1]
+        blocks = (*leaf.shape[first:-1],) if one_block else whole[:-1]
         leaf = jnp.broadcast_to(leaf, (*rows, *blocks, leaf.shape[-1]))
         return leaf.reshape(*rows, math.prod(leaf.shape[first:]))
 
+    tile = q.tile_along(axes[first - 1]) if first else 1
     # Sums are those of one row each, or they are computed anew.
     known = q.azp_adj is not None and q.azp_adj.shape == q.scale.shape and counts[:first] == [*rows]
     leaves = (None if leaf is None else of_rows(leaf) for leaf in (q.scale, q.zero_point, q.azp_adj if known else None))
     values = transposed(q.qvalue, axes).reshape(*rows, math.prod(whole))
-    return InBlocks(values, *leaves, max(1, math.prod(whole)) if shared else q.tile_along(axes[-1]))
+    block = max(1, math.prod(whole)) if one_block else q.tile_along(axes[-1])
+    return InBlocks(values, *leaves, block, tile if first and rows[-1] % tile == 0 else 1)
 
 
 def product_in_blocks(x: InBlocks, w: InBlocks, bias, **params):
@@ -90,7 +93,7 @@ def product_in_blocks(x: InBlocks, w: InBlocks, bias, **params):
     vectors["bias"] = bias
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
     operands = _compat.align_varying([x.values, w.values, *vectors.values()])
-    return block_quantized_mm_p.bind(*operands, names=tuple(vectors), block=x.block, **params)
+    return block_quantized_mm_p.bind(*operands, names=tuple(vectors), block=x.block, shared_b=w.shared, **params)
 
 
 def _with_blocks_of(side, other):
@@ -99,7 +102,7 @@ def _with_blocks_of(side, other):
     if side.scale.shape[-1] != 1 or count == 1:
         return side
     scale, zero_point = (None if leaf is None else spread(leaf, count, count) for leaf in (side.scale, side.zero_point))
-    return InBlocks(side.values, scale, zero_point, None, other.block)
+    return side._replace(scale=scale, zero_point=zero_point, sums=None, block=other.block)
 
 
 # The primitive: operands a, b and the vectors that `names` lists, scales first, of the form in `matmul_form`
@@ -121,7 +124,7 @@ def _abstract_eval(*operands, num_batch, out_dtype, out_sharding, **params):
 # Lowerings: to the kernel, and to the reference; each for the operands that one device holds
 
 
-def _kernel(*operands, names, num_batch, block, activation, out_dtype):
+def _kernel(*operands, names, num_batch, block, shared_b, activation, out_dtype):
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
     a, b, *vectors = operands
     vectors = dict(zip(names, vectors))
@@ -129,6 +132,8 @@ def _kernel(*operands, names, num_batch, block, activation, out_dtype):
     in_blocks = scales | reference.zero_point_terms(a, b, block, **vectors)
     vectors = {name: vector.astype(jnp.float32) for name, vector in in_blocks.items()}  # integers are below 2^24
     vectors |= {} if bias is None else {"bias": bias}
+    if _shares(n, shared_b):
+        vectors["scale_b"] = vectors["scale_b"][..., ::_SHARED, :]
     names = tuple(vectors)
     if k % _ALIGNED:
         a, b = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -k % _PADDED)]) for x in (a, b))
@@ -147,6 +152,7 @@ def _kernel(*operands, names, num_batch, block, activation, out_dtype):
 
 _ALIGNED, _PADDED = 4, 16  # columns: kernels copy 4 bytes at least, and 16 at once
 _BLOCKS = (32, 64, 128, 256)
+_SHARED = 128  # rows of b whose scales kernels take as one
 OLDEST = 80  # compute capability 8.0, the first that they were tested for
 
 
@@ -155,7 +161,12 @@ def _kernel_block(block, k):
     return next((size for size in _BLOCKS if size == block or block >= k and size >= k), None)
 
 
-def _reference(a, b, *vectors, names, **params):
+def _shares(n, shared_b):
+    """Whether kernels get one scale for 128 rows of b: where a device's rows begin and end with those that share it."""
+    return n % _SHARED == 0 and shared_b % _SHARED == 0
+
+
+def _reference(a, b, *vectors, names, shared_b, **params):
     return reference.block_quantized_mm(a, b, **dict(zip(names, vectors)), **params)
 
 
@@ -181,13 +192,14 @@ def _describe(operands, results, *, names, block, activation, **params):
     return f"block_scaled_mm ({', '.join([f'blocks of {block}', *terms])})", operands[:2]
 
 
-def _choice(operands, results, *, names, num_batch, block, out_dtype, **params):
+def _choice(operands, results, *, names, num_batch, block, shared_b, out_dtype, **params):
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
     sizes = math.prod(rows), n, k, math.prod(batch)
     if not all(isinstance(size, int) for size in sizes):
         return "kernel, chosen at run time: the shapes are symbolic"
     has_zero_points = any(name.startswith("zero_point") for name in names)
     problem = (*sizes, str(operands[0].dtype), str(out_dtype), _kernel_block(block, k), has_zero_points)
+    problem += (_shares(n, shared_b),)
     padded = f", K padded to {-(-k // _PADDED) * _PADDED} at each call" if k % _ALIGNED else ""
     return _extension.describe_block_quantized_mm(problem) + padded
 
@@ -206,9 +218,9 @@ def _batch(operands, dims, *, names, num_batch, out_sharding, **params):
 # Differentiation
 
 
-def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
+def _jvp(primals, tangents, *, names, shared_b, activation, out_dtype, **params):
     """By the scales, float zero points and bias, as of a product of the dequantized operands."""
-    product = functools.partial(block_quantized_mm_p.bind, *primals, names=names, **params)
+    product = functools.partial(block_quantized_mm_p.bind, *primals, names=names, shared_b=shared_b, **params)
     values, vectors = primals[:2], dict(zip(names, primals[2:]))
     moving = {
         name: tangent
@@ -229,9 +241,9 @@ def _jvp(primals, tangents, *, names, activation, out_dtype, **params):
 # Sharding
 
 
-def _partitioned(run, shapes, *, names, num_batch, block, activation, out_dtype):
+def _partitioned(run, shapes, *, names, num_batch, block, shared_b, activation, out_dtype):
     operands, result = matmul_form.factors(shapes, _labels(names), num_batch)
-    local = functools.partial(run, OP, num_batch=num_batch, block=block)
+    local = functools.partial(run, OP, num_batch=num_batch, block=block, shared_b=shared_b)
 
     output = {"activation": activation, "out_dtype": out_dtype}
     whole, across = matmul_form.whole_and_across(local, names, num_batch=num_batch, **output)

@@ -318,13 +318,16 @@ MUTANTS = [
         "blocks by wgmma: four terms at once everywhere", WGMMA_OF_BLOCKS, "p.groups % 4 == 0 && in_fours", "in_fours"
     ),
     Mutant(
-        "blocks by wgmma: terms of rows beyond N", WGMMA_OF_BLOCKS, "min(first_n + line, p.n - 1)", "first_n + line"
+        "blocks by wgmma: terms of rows beyond the last",
+        WGMMA_OF_BLOCKS,
+        "first_across + line - C::kDown, side.rows - 1);",
+        "first_across + line - C::kDown, 1 << 30);",
     ),
     Mutant(
         "blocks by wgmma: too few bytes are expected",
         WGMMA_OF_BLOCKS,
-        "kRows * kStep + share * p.box_rows * kStep",
-        "kRows * kStep",
+        "kDown * kStep + share * p.box_rows * kStep",
+        "kDown * kStep",
     ),
     Mutant("blocks by wgmma: whole stores everywhere", WGMMA_OF_BLOCKS, "% 16 == 0 && at_16_bytes(p.out)", "% 1 == 0"),
     Mutant(
@@ -333,6 +336,8 @@ MUTANTS = [
         "kEndsWithinStage ? 2 * half",
         "kEndsWithinStage ? 0",
     ),
+    Mutant("blocks by wgmma: the scale of a row of b for all", WGMMA_OF_BLOCKS, "term(0, kDown)", "term(0, kDown - 1)"),
+    Mutant("blocks by wgmma: scales of other rows", WGMMA_OF_BLOCKS, "scales[i / 2 % 2]", "scales[i % 2]"),
     Mutant("weights by wgmma: no wait for loads", WEIGHTS, "    Full::wait(&shared.full[stage], phase);\n"),
     Mutant(
         "weights by wgmma: a stage released while it is multiplied",
@@ -397,13 +402,14 @@ MUTANTS = [
         "one tile: no fence of the mbarriers' initialization", ONE_TILE, "      cutlass::arch::fence_barrier_init();\n"
     ),
     Mutant("one tile: no fence of wgmma", ONE_TILE, "      warpgroup_arrive();\n"),
-    Mutant("gemm: one value too many of a vector", EPILOGUE, "if (at < end) values", "if (at <= end) values"),
+    Mutant("gemm: one value too many of a vector", EPILOGUE, "i + thread, end - 1);", "i + thread, end);"),
     Mutant(
         "gemm: more values stored than shared memory has room for",
         EPILOGUE,
-        "if (Threads * i + thread < To::kSize) to",
-        "if (Threads * i + thread <= To::kSize) to",
+        "kSize % Threads == 0 || at < kSize",
+        "true",
     ),
+    Mutant("gemm: terms are read before they come", EPILOGUE, "      wait_for_copies<0>();\n"),
     Mutant(
         "gemm: no barrier before vectors are read",
         EPILOGUE,

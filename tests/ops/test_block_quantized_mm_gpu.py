@@ -109,7 +109,61 @@ def test_wgmma_of_batches_bias_and_activation(on_reference, only, wgmma):
 @pytest.mark.parametrize("wgmma", WGMMA)
 @pytest.mark.parametrize("block", [64, 128, 256])
 def test_wgmma_of_float8(only, wgmma, block):
-    check_float8(only(f"wgmma {wgmma} float8"), 19, 70, 784, block)
+    check_float8(
+        only(f"wgmma {wgmma} float8"), qarray((19,), 784, block, dtype=F8), qarray((70,), 784, block, dtype=F8, seed=1)
+    )
+
+
+def sharing(n, k, block, dtype, seed=1):
+    """With a scale for 128 rows."""
+    few = qarray((n // 128,), k, block, dtype=dtype, seed=seed + 1)
+    return QArray(qarray((n,), k, block, dtype=dtype, seed=seed).qvalue, few.scale, tile_size=block)
+
+
+@pytest.mark.parametrize("block", [32, 128])
+def test_rows_of_w_that_share_scales(on_reference, tile, block):
+    check(on_reference, tile, qarray((19,), 304, block), sharing(256, 304, block, np.int8))
+
+
+@pytest.mark.usefixtures("has_wgmma")
+@pytest.mark.parametrize("wgmma", WGMMA)
+def test_wgmma_of_rows_of_w_that_share_scales(on_reference, only, wgmma):
+    check(on_reference, only(f"wgmma {wgmma} int8"), qarray((19,), 304, 64), sharing(256, 304, 64, np.int8))
+
+
+@pytest.mark.usefixtures("has_wgmma")
+@pytest.mark.parametrize("words", ["128x128x128 float8_e4m3fn", "128x128x128 cluster 2 float8_e4m3fn"])
+@pytest.mark.parametrize("m, n, k", [(1, 128, 128), (130, 128, 1424), (300, 256, 656)])
+def test_wgmma_with_one_scale_of_b(only, words, m, n, k):
+    """There are four blocks whose terms are loaded at once, and others; more stages than there is room for; and tiles
+    that a cluster has no second one for."""
+    check_float8(only(f"{words} scaled by block of 128 rows"), qarray((m,), k, 128, dtype=F8), sharing(n, k, 128, F8))
+
+
+@pytest.mark.usefixtures("has_wgmma")
+def test_wgmma_with_one_scale_of_b_in_batches(only):
+    only("of 128 rows")
+    x, w = qarray((3, 5), 272, 128, dtype=F8), sharing(384, 272, 128, F8)
+    each = QArray(w.qvalue.reshape(3, 128, 272), w.scale.reshape(3, 1, 3), tile_size=128)
+    one = QArray(each.qvalue[0], each.scale[0], tile_size=128)
+    check_float8("of 128 rows", x, each, jax.vmap(lambda x, w: jax_qmm.block_scaled_mm(x, w)))
+    check_float8("of 128 rows", x, one)
+
+
+@pytest.mark.usefixtures("has_wgmma")
+def test_bias_activation_and_dtypes_with_one_scale_of_b(only):
+    """As of the other kernel, whose sums are the same where they are exact."""
+    small = lambda q: jnp.round(q.qvalue.astype(F32) / 64).astype(F8)  # integers
+    x = QArray(small(qarray((70,), 128, 128, dtype=F8)), jnp.full((70, 1), 0.5))
+    w = QArray(small(qarray((256,), 128, 128, dtype=F8, seed=1)), jnp.full((2, 1), 0.25))
+    bias = jnp.linspace(-1, 1, 256)
+    for out_dtype in (F32, BF16, F16):
+        f = functools.partial(jax_qmm.block_scaled_mm, bias=bias, activation=(-7, 9), out_dtype=out_dtype)
+        found = []
+        for words in ("128x128x128 float8_e4m3fn scaled by block of 128 rows", "64x64x128 float8"):
+            only(words)
+            found.append(jax.device_get(jax.jit(lambda x, w, f=f: f(x, w))(x, w)))
+        np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize(
@@ -173,16 +227,15 @@ def test_specials_stay_in_their_row(on_reference, tile, special):
 @pytest.mark.parametrize("block", [32, 128])
 @pytest.mark.parametrize("m, n, k", [(19, 70, 304), (5, 9, 100)])
 def test_float8(tile, m, n, k, block):
-    check_float8(tile, m, n, k, block)
+    check_float8(tile, qarray((m,), k, block, dtype=F8), qarray((n,), k, block, dtype=F8, seed=1))
 
 
-def check_float8(words, m, n, k, block):
-    x, w = qarray((m,), k, block, dtype=F8), qarray((n,), k, block, dtype=F8, seed=1)
-    (row,) = jax_qmm.explain(jax_qmm.block_scaled_mm, x, w).rows
-    assert words in row.runs_on
-    dense = [np.asarray(q.dequantize(), np.float64) for q in (x, w)]
-    error = np.abs(np.asarray(jax.jit(jax_qmm.block_scaled_mm)(x, w)) - dense[0] @ dense[1].T)
-    assert (error <= 2.0**-10 * (np.abs(dense[0]) @ np.abs(dense[1]).T)).all()
+def check_float8(words, x, w, product=jax_qmm.block_scaled_mm):
+    (row,) = jax_qmm.explain(product, x, w).rows
+    assert words in row.runs_on, row.runs_on
+    a, b = np.asarray(x.dequantize(), np.float64), np.asarray(w.dequantize(), np.float64).swapaxes(-1, -2)
+    error = np.abs(np.asarray(jax.jit(product)(x, w)) - a @ b)
+    assert (error <= 2.0**-10 * (np.abs(a) @ np.abs(b))).all()
 
 
 def test_each_block_of_float8_has_its_own_scale(tile):

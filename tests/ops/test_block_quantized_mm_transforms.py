@@ -180,6 +180,7 @@ def test_the_kernel_gets_what_its_handler_reads(monkeypatch):
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
     names = ("scale_a", "scale_b", "zero_point_a", "bias")
     params = {"num_batch": 0, "activation": checks.activation((0, 6)), "out_dtype": jnp.dtype(jnp.bfloat16)}
+    params |= {"shared_b": 1}
     for k, padded, block, sent in ((300, 300, 128, 128), (130, 144, 64, 64), (100, 100, 100, 128)):
         count = -(-k // block)
         a, b = jnp.ones((2, 3, k), jnp.int8), jnp.ones((6, k), jnp.int8)
@@ -199,3 +200,33 @@ def test_the_kernel_gets_what_its_handler_reads(monkeypatch):
             **{"activation": "clamp", "low": 0.0, "high": 6.0},
         }
         assert type(attributes["block"]) is np.int32 and type(attributes["low"]) is np.float32
+
+
+def test_kernels_get_one_scale_where_rows_of_w_share_it(monkeypatch):
+    """As far as 128 rows do, of those that a device has, from the first on."""
+    sizes = []
+
+    def ffi_call(target, result):
+        def call(a, b, scale_a, scale_b, *others, **attributes):
+            sizes.append(scale_b.shape[1])
+            return jnp.zeros(result.shape, result.dtype)
+
+        return call
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    params = {"num_batch": 0, "activation": checks.activation(None), "out_dtype": jnp.dtype(jnp.float32), "block": 32}
+    for n, scales, shared, sent in (
+        (256, 2, 128, 2),
+        (512, 2, 256, 4),
+        (256, 1, 256, 2),
+        (192, 3, 64, 192),
+        (64, 1, 64, 64),
+    ):
+        w = QArray(jnp.ones((n, 64), jnp.int8), jnp.ones((scales, 2)), tile_size=32)
+        side = module.in_blocks(w)
+        assert side.shared == shared and side.scale.shape == (n, 2)
+        a = jnp.ones((3, 64), jnp.int8), side.values, jnp.ones((3, 2)), side.scale
+        module._kernel(*a, names=("scale_a", "scale_b"), shared_b=shared, **params)
+        assert sizes.pop() == sent
+        module._kernel(*a, names=("scale_a", "scale_b"), shared_b=1, **params)
+        assert sizes.pop() == n
