@@ -320,9 +320,9 @@ NB_MODULE(_kernels, m) {
   m.def("registrations", registrations, "FFI targets and the handlers of their stages, without those that record.");
   m.def(
       "register_recording", [] { return capsule(register_recording); },
-      "A handler that registers all targets with all stages while it is registered itself; why_captured() says why "
-      "not.");
-  m.def("why_captured", why_captured, "Why calls are captured though recording was asked for; \"\" if nothing does.");
+      "A handler that registers all targets with all stages while it is registered itself; why_not_recorded() "
+      "says why not.");
+  m.def("why_not_recorded", why_not_recorded, "Why calls are not recorded though it was asked for; \"\" if they are.");
   m.def("count_recorded", count_recorded, "How many kernels were added to XLA's CUDA graphs or changed there.");
   m.def("launches_overlap", overlap_allowed, "Whether kernels may start while the one before them ends.");
   m.def("ffi_api_version", [] { return std::pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); }, "Of the handlers' headers.");

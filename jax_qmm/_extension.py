@@ -28,16 +28,16 @@ def _load() -> tuple[Any, str | None]:
         return None, f"the extension failed to load: {error}"
     tuning.describe_gpus(kernels)
     kernels.call_before_first_kernel(_load_tuning)
-    if _is_emulated(kernels) or _why_captured():
+    if _is_emulated(kernels) or _why_not_recorded():
         _register(kernels)
     else:
         jax.ffi.register_ffi_target("jax_qmm_recording", kernels.register_recording(), platform="CUDA")
-        _compat.after_plugins(lambda: kernels.why_captured() and _register(kernels))
+        _compat.after_plugins(lambda: kernels.why_not_recorded() and _register(kernels))
     return kernels, None
 
 
 def _register(kernels):
-    """Registers the targets without the stage "record": XLA captures their calls."""
+    """Registers the targets without the stage "record": XLA launches their kernels outside of CUDA graphs."""
     platform = "cpu" if _is_emulated(kernels) else "CUDA"
     for target, handlers in kernels.registrations().items():
         jax.ffi.register_ffi_target(target, handlers, platform=platform)
@@ -65,7 +65,7 @@ class _EmulatedGpu:
 
 
 @functools.cache
-def _why_captured():
+def _why_not_recorded():
     """Why no recording is asked for; None where it is."""
     if os.environ.get("JAX_QMM_RECORD") == "0":
         return "JAX_QMM_RECORD=0"
@@ -73,17 +73,14 @@ def _why_captured():
 
 
 def launches() -> str:
-    """How kernels get into XLA's CUDA graphs, in words: "recorded", or "captured" and why; "" without the extension.
-
-    A recorded kernel may start while the one before it ends; one that is captured from a stream waits.
-    """
+    """How kernels are launched, in words: "recorded" into XLA's CUDA graphs, or why not; "" without the extension."""
     kernels, _ = _load()
     if kernels is None:
         return ""
     if _is_emulated(kernels):
         return "emulated"
-    why = _why_captured() or kernels.why_captured()
-    way = f"captured: {why}" if why else "recorded"
+    why = _why_not_recorded() or kernels.why_not_recorded()
+    way = f"outside of CUDA graphs: {why}" if why else "recorded"
     return way if kernels.launches_overlap() else f"{way}; no launch overlaps another (JAX_QMM_PDL=0)"
 
 

@@ -58,8 +58,8 @@ class Explanation:
       rows: an `OpRow` for each quantized operation, equal ones added up, in order of first appearance.
       float_rows: likewise for each product of float arrays (attention, a head, a convolution).
       gpu: the GPU that kernels are chosen for and the architecture whose code it runs; "" where no kernels run.
-      launches: how kernels get into XLA's CUDA graphs: "recorded", so that one may start while the one before it
-        ends, or "captured" and why; "" where no kernels run.
+      launches: how kernels are launched: "recorded" into XLA's CUDA graphs, or "outside of CUDA graphs" and why; ""
+        where no kernels run.
     """
 
     rows: tuple[OpRow, ...]

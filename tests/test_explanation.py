@@ -158,14 +158,14 @@ def test_what_is_no_function_is_named(fn):
 
 def test_it_is_said_how_kernels_are_launched(monkeypatch):
     asked = []
-    monkeypatch.setattr(_extension, "launches", lambda: "captured: a test")
+    monkeypatch.setattr(_extension, "launches", lambda: "outside of CUDA graphs: a test")
     monkeypatch.setattr(_extension, "described_gpu", lambda: "a GPU")
-    assert "captured" not in str(explain(product, X, W))  # on the reference
+    assert "graphs" not in str(explain(product, X, W))  # on the reference
     monkeypatch.setattr(_extension, "fallback_reason", lambda *where: asked.append(where))
     with jax.default_device(jax.devices("cpu")[5]):
         table = explain(product, X, W)
-    assert (table.gpu, table.launches) == ("a GPU", "captured: a test")
-    assert str(table).endswith("\nGPU: a GPU\nlaunches: captured: a test")
+    assert (table.gpu, table.launches) == ("a GPU", "outside of CUDA graphs: a test")
+    assert str(table).endswith("\nGPU: a GPU\nlaunches: outside of CUDA graphs: a test")
     assert set(asked) == {("cpu", frozenset(jax.devices("cpu")[5:6]))}
 
 

@@ -24,7 +24,7 @@ A100 = types.SimpleNamespace(compute_capability="8.0", device_kind="A100")
 @pytest.fixture
 def reload():
     """Lets a test load another extension, and the real one be loaded again after it."""
-    clear = lambda: [cached.cache_clear() for cached in (_extension._load, _extension._why_captured)]
+    clear = lambda: [cached.cache_clear() for cached in (_extension._load, _extension._why_not_recorded)]
     clear()
     yield
     clear()
@@ -65,10 +65,10 @@ def registered(reload, monkeypatch):
     """Loads a stand-in for the extension: what it registers by name, and what follows once JAX has its plugins."""
     state = types.SimpleNamespace(targets={}, plugins=[], why="")
     kernels = types.SimpleNamespace(
-        registrations=lambda: {target: "captured" for target in dispatch.targets()},
+        registrations=lambda: {target: "launched" for target in dispatch.targets()},
         register_recording=lambda: "recorded",
         call_before_first_kernel=lambda function: None,
-        why_captured=lambda: state.why,
+        why_not_recorded=lambda: state.why,
         launches_overlap=lambda: True,
         describe_gpu=lambda *_, **__: None,
         Gpu=lambda *_: None,
@@ -88,24 +88,24 @@ def test_recording_registers_one_handler_that_registers_all(registered):
     assert registered.targets == {"jax_qmm_recording": "recorded"}
 
 
-def test_calls_are_captured_where_the_runtime_is_unknown(registered):
+def test_calls_are_launched_where_the_runtime_is_unknown(registered):
     _extension._load()
     registered.why = "another runtime"
     (after_plugins,) = registered.plugins
     after_plugins()
     assert set(registered.targets) == {"jax_qmm_recording", *dispatch.targets()}
-    assert _extension.launches() == "captured: another runtime"
+    assert _extension.launches() == "outside of CUDA graphs: another runtime"
 
 
-def test_calls_are_captured_with_untested_releases(registered, monkeypatch):
+def test_calls_are_launched_with_untested_releases(registered, monkeypatch):
     monkeypatch.setattr(_compat, "why_not_recorded", lambda: "another release")
-    assert _extension.launches() == "captured: another release"
+    assert _extension.launches() == "outside of CUDA graphs: another release"
     assert set(registered.targets) == set(dispatch.targets()) and not registered.plugins
 
 
 def test_recording_can_be_switched_off(registered, monkeypatch):
     monkeypatch.setenv("JAX_QMM_RECORD", "0")
-    assert _extension.launches() == "captured: JAX_QMM_RECORD=0"
+    assert _extension.launches() == "outside of CUDA graphs: JAX_QMM_RECORD=0"
     assert set(registered.targets) == set(dispatch.targets()) and not registered.plugins
 
 

@@ -117,8 +117,8 @@ std::string describe_block_quantized_mm(int instance) {
   std::string const tile = std::to_string(i.tile_m) + "x" + std::to_string(i.tile_n);
   std::string const cluster = i.share > 1 ? " cluster " + std::to_string(i.share) : "";
   return (i.wgmma ? "sm90 wgmma " + tile + "x128" + cluster : "sm80 multistage " + tile + "x64") + " " +
-         dtype_name(i.in) + (i.longest == 32 ? " scaled each 32" : " scaled by block") +
-         (i.shared_b ? " of 128 rows" : "") + (i.zero_points ? " zero points" : "");
+         dtype_name(i.in) + (i.shared_b ? " of 128 rows" : "") +
+         (i.longest == 32 ? " scaled each 32" : " scaled by block") + (i.zero_points ? " zero points" : "");
 }
 
 cudaError_t prepare_block_quantized_mm() {

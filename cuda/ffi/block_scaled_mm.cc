@@ -250,12 +250,11 @@ auto bind_dequantize(Binding binding) {
 }
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize, ffi::Ffi::BindInitialize());
-XLA_FFI_DEFINE_HANDLER(execute_handler, block_scaled_mm, bind(bind_execute()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(execute_handler, block_scaled_mm, bind(bind_execute()));
 XLA_FFI_DEFINE_HANDLER(record_handler, block_scaled_mm, bind(bind_record()), {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(conv_execute, weight_only_conv, bind_conv(bind_execute()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(conv_execute, weight_only_conv, bind_conv(bind_execute()));
 XLA_FFI_DEFINE_HANDLER(conv_record, weight_only_conv, bind_conv(bind_record()), {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(dequantize_execute, dequantize, bind_dequantize(bind_execute()),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(dequantize_execute, dequantize, bind_dequantize(bind_execute()));
 XLA_FFI_DEFINE_HANDLER(dequantize_record, dequantize, bind_dequantize(bind_record()),
                        {ffi::Traits::kCmdBufferCompatible});
 

@@ -134,7 +134,7 @@ auto bind(Binding binding) {
 }
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize, ffi::Ffi::BindInitialize());
-XLA_FFI_DEFINE_HANDLER(execute_handler, conv, bind(bind_execute()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(execute_handler, conv, bind(bind_execute()));
 XLA_FFI_DEFINE_HANDLER(record_handler, conv, bind(bind_record()), {ffi::Traits::kCmdBufferCompatible});
 
 AddTarget const target({"jax_qmm_conv", initialize_handler, execute_handler, record_handler});

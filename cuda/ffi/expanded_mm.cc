@@ -84,7 +84,7 @@ auto bind(Binding binding) {
 }
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize, ffi::Ffi::BindInitialize());
-XLA_FFI_DEFINE_HANDLER(execute_handler, expanded_mm, bind(bind_execute()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(execute_handler, expanded_mm, bind(bind_execute()));
 XLA_FFI_DEFINE_HANDLER(record_handler, expanded_mm, bind(bind_record()), {ffi::Traits::kCmdBufferCompatible});
 
 AddTarget const target({"jax_qmm_expanded_mm", initialize_handler, execute_handler, record_handler});

@@ -106,12 +106,10 @@ auto bind_static(Binding binding) {
 }
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize, ffi::Ffi::BindInitialize());
-XLA_FFI_DEFINE_HANDLER(dynamic_execute, quantize_and_scale, bind_dynamic(bind_execute()),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(dynamic_execute, quantize_and_scale, bind_dynamic(bind_execute()));
 XLA_FFI_DEFINE_HANDLER(dynamic_record, quantize_and_scale, bind_dynamic(bind_record()),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(static_execute, quantize_with_scale, bind_static(bind_execute()),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(static_execute, quantize_with_scale, bind_static(bind_execute()));
 XLA_FFI_DEFINE_HANDLER(static_record, quantize_with_scale, bind_static(bind_record()),
                        {ffi::Traits::kCmdBufferCompatible});
 

@@ -81,22 +81,19 @@ class Commands {
 Commands commands;
 std::atomic<int64_t> launches{0};
 
-std::mutex capture_mutex;
-std::string capture_reason;
+std::mutex reason_mutex;
+std::string reason;
 
 // Adds the kernels of one call to the graph, one after the other, or changes the arguments of those that it has. All
-// launches are planned before the first one is recorded, for XLA captures no call that has recorded one.
+// launches are planned before the first one is recorded, so that a call that fails leaves none.
 class Recorder {
  public:
   Recorder(XLA_FFI_Api const* api, RecordFrame* frame) : api_(api), frame_(frame) {}
 
   ffi::Error operator()(std::function<ffi::Error(Submit const&, Chosen&)> const& submit_all) {
     bool const update = frame_->action == RecordApi::kUpdate;
-    // The call was captured when its graph was made.
-    if (update && *frame_->num_commands == 0) return capture();
-
     Chosen chosen;
-    if (update) {
+    if (update && *frame_->num_commands > 0) {
       if (auto const known = commands.find(frame_->commands[0])) chosen = known->chosen;
     }
     std::vector<Planned> plan;
@@ -106,12 +103,13 @@ class Recorder {
           return cudaSuccess;
         },
         chosen));
+    // XLA wants a command of each call. One without kernels captures nothing.
+    if (plan.empty() && *frame_->num_commands == 0) {
+      return to_error(frame_->api->request_stream_capture(frame_->context));
+    }
     if (update) return change(plan);
-
-    if (plan.empty()) return capture();  // a call without kernels captures nothing
     if (std::string const why = why_not_recorded(plan); !why.empty()) {
-      note_capture(why);
-      return capture();
+      return ffi::Error::Internal("kernels can't be recorded here, for " + why + "; set JAX_QMM_RECORD=0");
     }
     return create(plan, chosen);
   }
@@ -158,8 +156,8 @@ class Recorder {
     }
     if (!same) {
       return ffi::Error::Internal(
-          "a program that has run needs other kernels now, for its buffers are aligned otherwise, and XLA neither "
-          "exchanges nor captures what it has recorded; compile the program again, or set JAX_QMM_RECORD=0");
+          "a program that has run needs other kernels now, for its buffers are aligned otherwise, and XLA does not "
+          "exchange what it has recorded; compile the program again, or set JAX_QMM_RECORD=0");
     }
     for (size_t i = 0; i < plan.size(); ++i) {
       RecordApi::KernelArguments const arguments = plan[i].arguments();
@@ -168,8 +166,6 @@ class Recorder {
     }
     return ffi::Error::Success();
   }
-
-  ffi::Error capture() { return to_error(frame_->api->request_stream_capture(frame_->context)); }
 
   ffi::Error to_error(XLA_FFI_Error* error) {
     if (error == nullptr) return ffi::Error::Success();
@@ -186,14 +182,14 @@ class Recorder {
 
 int64_t count_recorded() { return launches; }
 
-std::string why_captured() {
-  std::lock_guard lock(capture_mutex);
-  return capture_reason;
+std::string why_not_recorded() {
+  std::lock_guard lock(reason_mutex);
+  return reason;
 }
 
-void note_capture(std::string why) {
-  std::lock_guard lock(capture_mutex);
-  capture_reason = std::move(why);
+void note_not_recorded(std::string why) {
+  std::lock_guard lock(reason_mutex);
+  reason = std::move(why);
 }
 
 }  // namespace jax_qmm
@@ -211,8 +207,6 @@ std::optional<jax_qmm::Destination> CtxDecoding<jax_qmm::OnStream>::Decode(XLA_F
   };
 }
 
-// Only a record frame of a known version has the function that asks for capture: with any other, an error is all that
-// can be said.
 std::optional<jax_qmm::Destination> CtxDecoding<jax_qmm::InGraph>::Decode(XLA_FFI_Api const* api,
                                                                           XLA_FFI_ExecutionContext* ctx,
                                                                           DiagnosticEngine& diagnostic) {

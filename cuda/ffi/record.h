@@ -1,6 +1,6 @@
 // Where a call's kernels go: on XLA's stream, or into the CUDA graph of the program, as the FFI stage "record" has it.
-// A kernel there may start while the one before it ends. A call that XLA captures from the stream instead is a graph
-// within that graph, which waits; so are the calls that can't be recorded.
+// Only what is recorded is for graphs. What XLA captures from a stream is a graph within its graph, whose arguments it
+// changes later but not its kernel: a call that chose another one then left wrong results, and no error.
 #pragma once
 
 #include <functional>
@@ -32,9 +32,9 @@ inline auto bind_record() { return ffi::Ffi::Bind<static_cast<ffi::ExecutionStag
 // How many kernels were added to graphs or changed there.
 int64_t count_recorded();
 
-// Why calls are captured though recording was asked for; "" where nothing speaks against recording.
-std::string why_captured();
-void note_capture(std::string why);
+// Why calls are not recorded though that was asked for; "" where nothing speaks against it.
+std::string why_not_recorded();
+void note_not_recorded(std::string why);
 
 }  // namespace jax_qmm
 

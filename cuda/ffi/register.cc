@@ -19,7 +19,7 @@ std::vector<Target>& all_targets() {
 void register_targets(XLA_FFI_Api const* api) {
   XLA_FFI_Api_Version const& version = api->api_version;
   if (find_runtime(*api) == nullptr) {
-    return note_capture("XLA's runtime has the FFI API " + std::to_string(version.major_version) + "." +
+    return note_not_recorded("XLA's runtime has the FFI API " + std::to_string(version.major_version) + "." +
                         std::to_string(version.minor_version) + " in " + std::to_string(api->struct_size) +
                         " bytes, with which recording was not tested");
   }
@@ -32,7 +32,7 @@ void register_targets(XLA_FFI_Api const* api) {
                       XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE};
     auto* const as_declared = reinterpret_cast<XLA_FFI_Handler_Register_Args*>(&args);
     if (XLA_FFI_Error* error = api->XLA_FFI_Handler_Register(as_declared)) {
-      note_capture(std::string("XLA does not register recording handlers: ") +
+      note_not_recorded(std::string("XLA does not register recording handlers: ") +
                    xla::ffi::internal::GetErrorMessage(api, error));
       return xla::ffi::internal::DestroyError(api, error);
     }

@@ -137,7 +137,7 @@ def test_wgmma_of_rows_of_w_that_share_scales(on_reference, only, wgmma):
 def test_wgmma_with_one_scale_of_b(only, words, m, n, k):
     """There are four blocks whose terms are loaded at once, and others; more stages than there is room for; and tiles
     that a cluster has no second one for."""
-    check_float8(only(f"{words} scaled by block of 128 rows"), qarray((m,), k, 128, dtype=F8), sharing(n, k, 128, F8))
+    check_float8(only(f"{words} of 128 rows"), qarray((m,), k, 128, dtype=F8), sharing(n, k, 128, F8))
 
 
 @pytest.mark.usefixtures("has_wgmma")
@@ -160,7 +160,7 @@ def test_bias_activation_and_dtypes_with_one_scale_of_b(only):
     for out_dtype in (F32, BF16, F16):
         f = functools.partial(jax_qmm.block_scaled_mm, bias=bias, activation=(-7, 9), out_dtype=out_dtype)
         found = []
-        for words in ("128x128x128 float8_e4m3fn scaled by block of 128 rows", "64x64x128 float8"):
+        for words in ("128x128x128 float8_e4m3fn of 128 rows", "64x64x128 float8"):
             only(words)
             found.append(jax.device_get(jax.jit(lambda x, w, f=f: f(x, w))(x, w)))
         np.testing.assert_array_equal(*found)
