@@ -1,10 +1,11 @@
 """Measures every kernel on many products, and fits to that the costs by which the extension chooses among them.
 
     python benchmarks/cost_model.py measure kernels.csv.gz --products 500   # on a Hopper GPU: 6 minutes
-    python benchmarks/cost_model.py fit kernels.csv.gz                      # on any machine: writes nvidia-h200.json
+    python benchmarks/cost_model.py fit kernels.csv.gz                      # on any machine: writes the GPU's file
     python benchmarks/cost_model.py check kernels.csv.gz                    # on any machine: how good the choices are
 
-It needs optax and the extension. Several files are fitted as one, and the costs go to jax_qmm/tuned. What is fitted is
+It needs optax and the extension. Several files are fitted as one, and the costs go to jax_qmm/tuned, to the file of the
+GPU that --gpu names, which describes it. What is fitted is
 `predict` of cuda/scaled_mm/cost.cc, written again here for gradients.
 The fit minimizes how far what the model chooses is behind the fastest, and how far its times of the fast kernels are
 off.
@@ -26,10 +27,10 @@ import optax
 from tqdm import tqdm
 
 from jax_qmm import _extension, tuning
-from jax_qmm.bench import measure, tune
+from jax_qmm.bench import convs, measure, tune
 from jax_qmm.tuning import Cost, Product
 
-FIELDS = ("dtype", "fast_accum", "m", "n", "k", "kernel", "us")
+FIELDS = ("dtype", "out_dtype", "full_epilogue", "fast_accum", "m", "n", "k", "kernel", "us")
 
 # Weights (N, K): linear layers of Llama 3, Qwen 2.5, Gemma 2, DeepSeek V3, Mistral, Phi 3, BERT, their tensor-parallel
 # cuts, language-model heads, routers, and others that fit no tile.
@@ -106,6 +107,9 @@ WEIGHTS = (
     (1536, 7168),
     (2048, 8192),
 )
+# And convolutions with windows of one pixel, whose K is short.
+POINTWISE = [layer for _, layer in convs.layers_of("conv") if layer.window == layer.stride == layer.groups == 1]
+POINTWISE_PART, FULL_PART = 0.2, 0.25  # of the products; the latter have the full epilogue
 MOST_US = 2500  # of a product's operations at the peak
 LARGE_PART = 0.2  # of the products
 LARGE_FINALISTS = 5  # of the kernels for a large product, which are measured alone
@@ -120,10 +124,18 @@ def products(count, seed):
     wanted[False] = count - wanted[True]
     drawn = {}
     while len(drawn) < count:
-        m = round(2 ** draw.uniform(0, math.log2(16384)))
-        m = draw.choice((m, m // 32 * 32 or m, 2 ** round(math.log2(m))))
+        if draw.random() < POINTWISE_PART:
+            m, n, k = draw.choice(POINTWISE).shape(draw.choice(convs.IMAGES))
+        else:
+            m = round(2 ** draw.uniform(0, math.log2(16384)))
+            m = draw.choice((m, m // 32 * 32 or m, 2 ** round(math.log2(m))))
+            n, k = draw.choice(WEIGHTS)
         [(dtype, fast_accum)] = draw.choices(list(KINDS), KINDS.values())
-        product = Product(m, *draw.choice(WEIGHTS), 1, dtype, "bfloat16", fast_accum)
+        full = draw.random() < FULL_PART
+        out_dtype = draw.choice(("bfloat16", "int8")) if full else "bfloat16"
+        product = Product(m, n, k, 1, dtype, out_dtype, fast_accum, full)
+        if n % 16 or k % 16:  # as TMA needs it
+            continue
         large = tune.is_large(product)
         if product not in drawn and wanted[large] and measure.roofline_us(product, math.inf) < MOST_US:
             drawn[product] = None
@@ -133,13 +145,10 @@ def products(count, seed):
 
 def measure_all(file, count, seed):
     kernels, gpu = measure.open_gpu("cost_model.py")
-    if (fitted := tuning.default_gpu(kernels).name) != gpu.name:
-        raise SystemExit(f"this is {gpu.name}, and the model is fitted to {fitted}")
     with gzip.open(file, "wt", newline="") as out:
         writer = csv.writer(out)
         writer.writerow(FIELDS)
         for product in tqdm(products(count, seed), unit="product"):
-            m, n, k, _, dtype, _, fast_accum = product
             choices = [choice for choice in kernels.ScaledMmProblem(*product).choices(gpu) if choice[0] >= 0]
             try:
                 times = measure_one(kernels, product, choices)
@@ -147,7 +156,8 @@ def measure_all(file, count, seed):
                 tqdm.write(f"left out: {product} ({error})")
                 continue
             for choice, us in times.items():
-                writer.writerow((dtype, int(fast_accum), m, n, k, kernels.describe_scaled_mm(choice), round(us, 3)))
+                fields = product._asdict() | {"kernel": kernels.describe_scaled_mm(choice), "us": round(us, 3)}
+                writer.writerow(int(value) if isinstance(value := fields[name], bool) else value for name in FIELDS)
 
 
 def measure_one(kernels, product, choices):
@@ -163,6 +173,7 @@ def measure_one(kernels, product, choices):
 
 
 def predict(costs, waves, k_tiles, copy):
+    """Of kernels with the plain epilogue."""
     k_tile, tile, launch, reading = costs.T
     return launch + jnp.cbrt((waves * (k_tiles * k_tile + tile)) ** 3 + (copy * reading) ** 3)
 
@@ -246,7 +257,36 @@ def fit(measured, rows, steps=6000):
 
     for _ in range(steps):
         x, state = step(x, state)
-    return np.concatenate([np.round(costs_of(x)[:, :1], 3), np.round(costs_of(x)[:, 1:], 2)], axis=1)
+    found = np.asarray(costs_of(x), np.float64)
+    return np.concatenate([np.round(found[:, :1], 3), np.round(found[:, 1:], 2)], axis=1)
+
+
+def fit_full_tiles(kernels, gpu, times, costs):
+    """Costs with the `full_tile` by which kernels are right for the products that have the full epilogue.
+
+    Each kernel's is found by itself, among 400. What is far behind the fastest counts as little as in `fit`.
+    """
+    of_kernel = defaultdict(list)
+    for product, by_name in times.items():
+        fastest = min(by_name.values())
+        for choice, terms in terms_of(kernels, gpu, product).items():
+            words = kernels.describe_scaled_mm(choice)
+            if words in by_name:
+                plain = re.sub(r" swizzle \d+$", "", words.replace(" full epilogue", ""))
+                of_kernel[product.dtype, plain].append((*terms, by_name[words], fastest / by_name[words]))
+    tried = np.geomspace(0.2, 50, 400)[:, None]
+    for key, lines in of_kernel.items():
+        waves, k_tiles, copy, us, part = np.array(lines).T
+        cost = costs[key]
+        products = k_tiles * cost.k_tile
+        ends = np.maximum(products + cost.tile, tried) if "pingpong" in cost.kernel else products + tried
+        off = np.log(cost.launch + np.cbrt((waves * ends) ** 3 + (copy * cost.reading) ** 3)) - np.log(us)
+        lost = (part**6 * np.minimum(np.abs(off), 0.3)).sum(1)
+        yield key, cost._replace(full_tile=round(float(tried[lost.argmin(), 0]), 2))
+
+
+def has_full_epilogue(product):
+    return product.full_epilogue or jnp.dtype(product.out_dtype).itemsize == 1
 
 
 def read_times(files):
@@ -256,21 +296,26 @@ def read_times(files):
         with gzip.open(file, "rt", newline="") as lines:
             for row in csv.DictReader(lines):
                 m, n, k = (int(row[name]) for name in "mnk")
-                product = Product(m, n, k, 1, row["dtype"], "bfloat16", row["fast_accum"] == "1")
+                out_dtype, full = row.get("out_dtype", "bfloat16"), row.get("full_epilogue") == "1"
+                product = Product(m, n, k, 1, row["dtype"], out_dtype, row["fast_accum"] == "1", full)
                 times[product][row["kernel"]] = float(row["us"])
     return times
 
 
-def fit_all(files):
+def fit_all(files, gpu):
     kernels, missing = _extension._load()
     if missing:
         raise SystemExit(missing)
-    gpu = tuning.default_gpu(kernels)
+    gpu = tuning.packaged_gpu(kernels, gpu)
     file = tuning.packaged(gpu)
     times = read_times(files)
     found = {(cost.dtype, cost.kernel): cost for cost in tuning.load_costs(file)}
     for dtype in dict.fromkeys(dtype for dtype, _ in KINDS):
-        of_dtype = {product: of_it for product, of_it in times.items() if product.dtype == dtype}
+        of_dtype = {
+            product: of_it
+            for product, of_it in times.items()
+            if product.dtype == dtype and not has_full_epilogue(product)
+        }
         measured = Measured(kernels, gpu, of_dtype)
         rows = np.arange(len(measured.products))
         weights = sorted({(product.n, product.k) for product in measured.products})
@@ -290,15 +335,21 @@ def fit_all(files):
                 f"{of_kind.sum()} products: {mean:.3f} times the fastest's time, at most {most:.2f}; "
                 f"{mean_out:.3f} where a fit leaves their weights out, at most {most_out:.2f}",
             )
-        found |= costs_by_words(kernels, dtype, dict(zip(measured.kernels, costs.tolist())))
+        found |= costs_by_words(kernels, dtype, dict(zip(measured.kernels, costs.tolist())), found)
+    full = {product: of_it for product, of_it in times.items() if has_full_epilogue(product)}
+    found |= fit_full_tiles(kernels, gpu, full, found)
     tuning.save_costs(file, gpu, found.values())
 
 
-def costs_by_words(kernels, dtype, found):
-    """The costs of kernels of operands of `dtype`, found by their numbers in the extension, by their words there."""
+def costs_by_words(kernels, dtype, found, before):
+    """The costs of kernels of operands of `dtype`, found by their numbers in the extension, by their words there.
+
+    What they have `before` of the full epilogue stays.
+    """
     for kernel, (k_tile, tile, launch, reading) in found.items():
         words = kernels.describe_scaled_mm((kernel, 1)).removesuffix(" swizzle 1")
-        yield (dtype, words), Cost(dtype, words, k_tile, tile, launch, reading)
+        full_tile = before[dtype, words].full_tile if (dtype, words) in before else tile
+        yield (dtype, words), Cost(dtype, words, k_tile, tile, full_tile, launch, reading)
 
 
 def behind_now(kernels, gpu, times):
@@ -311,13 +362,13 @@ def behind_now(kernels, gpu, times):
     return found
 
 
-def check(files):
+def check(files, gpu):
     kernels, missing = _extension._load()
     if missing:
         raise SystemExit(missing)
     kernels.clear_scaled_mm_tuning()
     times = read_times(files)
-    behind = behind_now(kernels, tuning.default_gpu(kernels), times)
+    behind = behind_now(kernels, tuning.packaged_gpu(kernels, gpu), times)
     worst = max(behind, key=behind.get)
     print(
         f"{len(behind)} of {len(times)} products have a time for the kernel that the model chooses: "
@@ -332,15 +383,18 @@ def main():
     command.add_argument("file")
     command.add_argument("--products", type=int, required=True, help="how many")
     command.add_argument("--seed", type=int, default=0, help="draws others (%(default)s)")
-    command = commands.add_parser("fit", help="reads the files and writes nvidia-h200.json")
-    command.add_argument("files", nargs="+")
-    command = commands.add_parser("check", help="how far behind the fastest kernels those are that the model chooses")
-    command.add_argument("files", nargs="+")
+    for name, words in (
+        ("fit", "reads the files and writes the GPU's costs"),
+        ("check", "how far behind the fastest kernels those are that the model chooses"),
+    ):
+        command = commands.add_parser(name, help=words)
+        command.add_argument("files", nargs="+")
+        command.add_argument("--gpu", default="NVIDIA H200", help="that was measured (%(default)s)")
     args = parser.parse_args()
     if args.command == "measure":
         measure_all(args.file, args.products, args.seed)
     else:
-        {"fit": fit_all, "check": check}[args.command](args.files)
+        {"fit": fit_all, "check": check}[args.command](args.files, args.gpu)
 
 
 if __name__ == "__main__":

@@ -172,10 +172,12 @@ void bind_scaled_mm(nb::module_& m) {
   m.def("describe_scaled_mm", [](Pair chosen) { return describe_scaled_mm(choice(chosen)); }, "A kernel in words.");
   m.def(
       "set_scaled_mm_cost",
-      [](Gpu const& gpu, std::string const& in, std::string const& kernel, double k_tile, double tile, double launch,
-         double reading) { set_scaled_mm_cost(gpu, dtype(in), kernel, {k_tile, tile, launch, reading}); },
-      nb::arg("gpu"), nb::arg("dtype"), nb::arg("kernel"), nb::arg("k_tile"), nb::arg("tile"), nb::arg("launch"),
-      nb::arg("reading"), "Gives a kernel, in words without the swizzle, its cost on GPUs of this model.");
+      [](Gpu const& gpu, std::string const& in, std::string const& kernel, double k_tile, double tile, double full_tile,
+         double launch,
+         double reading) { set_scaled_mm_cost(gpu, dtype(in), kernel, {k_tile, tile, full_tile, launch, reading}); },
+      nb::arg("gpu"), nb::arg("dtype"), nb::arg("kernel"), nb::arg("k_tile"), nb::arg("tile"), nb::arg("full_tile"),
+      nb::arg("launch"), nb::arg("reading"),
+      "Gives a kernel, in words without the swizzle, its cost on GPUs of this model.");
   m.def("scaled_mm_costs_of", scaled_mm_costs_of, "The name of the GPU whose costs serve this one.");
   m.def("clear_scaled_mm_tuning", clear_scaled_mm_tuning, "Forgets what was tuned.");
 }

@@ -11,6 +11,7 @@ both, the last one counts. So it is with the two kinds of results of 8 bits.
 
 import json
 import os
+import types
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,6 +76,7 @@ class Cost(NamedTuple):
       kernel: its words, without the swizzle.
       k_tile: microseconds of one K tile in every SM.
       tile: microseconds of a tile's end.
+      full_tile: likewise with the full epilogue, which pingpong kernels apply beside the next tile's products.
       launch: microseconds of a launch.
       reading: the time of the operands' and the result's bytes, against a copy's.
     """
@@ -83,6 +85,7 @@ class Cost(NamedTuple):
     kernel: str
     k_tile: float
     tile: float
+    full_tile: float
     launch: float
     reading: float
 
@@ -108,7 +111,6 @@ def path() -> Path | None:
 def packaged(gpu) -> Path:
     """The file that the package brings for the extension's `gpu`, if it has one.
 
-    >>> import types
     >>> packaged(types.SimpleNamespace(name="NVIDIA H200")).name
     'nvidia-h200.json'
     """
@@ -155,10 +157,15 @@ def h200() -> dict[str, Any]:
     return _read(PACKAGED / "nvidia-h200.json")["gpu"]
 
 
-def default_gpu(kernels):
-    """The extension's description of the GPU that programs are taken to be for in a process without one: an H200."""
-    content = _read(PACKAGED / "nvidia-h200.json")
+def packaged_gpu(kernels, name: str):
+    """The extension's description of the GPU of this name, of which the package has a file."""
+    content = _read(packaged(types.SimpleNamespace(name=name)))
     return kernels.Gpu(content["device_kind"], content["sm_count"], content["gpu"]["arch"])
+
+
+def default_gpu(kernels):
+    """That of the GPU that programs are taken to be for in a process without one: an H200."""
+    return packaged_gpu(kernels, "NVIDIA H200")
 
 
 def load_costs(path: Path) -> list[Cost]:

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 import jax_qmm
-from jax_qmm import _extension
+from jax_qmm import _extension, selftest
+from jax_qmm.ops import conv
+from jax_qmm.ops.conv_form import Window
+from jax_qmm.reference import activation, conv as conv_reference
 
 pytestmark = pytest.mark.gpu(not_emulated="the emulator has no CUDA graphs")
 
@@ -98,18 +101,45 @@ def test_quantizers_are_recorded(extension, shape, scale, axis, kind):
     check_chain(extension, step, inputs)
 
 
-def test_a_program_may_be_given_other_kernels(extension, gpu):
-    """A recorded call keeps its kernel. One that XLA captured got the arguments of another, when addresses changed."""
+def test_a_recorded_call_keeps_its_kernel(extension, gpu):
     m, k = 16, 512
     key = (m, k, k, 1, "int8", "bfloat16", False)
     b, *inputs = matrices(jnp.int8, m, k)
     step = lambda a, b, i: jax_qmm.scaled_mm(a + i, b, 1.0, 1.0)
     program = jax.jit(lambda a, b: [step(a, b, i) for i in range(8)])
-    kept = []  # so that each run has its results elsewhere
     for x, choice in zip(inputs, extension.ScaledMmProblem(*key).choices(gpu)):
         extension.ScaledMmProblem(*key).tune(choice, gpu)
         for _ in range(2):
             got = program(x, b)
-            kept.append(got)
             for i in range(8):
                 np.testing.assert_array_equal(got[i].astype(np.float32), jax.jit(step)(x, b, i).astype(np.float32))
+
+
+def test_a_program_chooses_other_kernels_as_its_buffers_move(extension, gpu):
+    """Where XLA captured calls, as long as kernels were not recorded, it gave a kernel of before the new arguments."""
+    image, taps, images, channels, outputs = (7, 6), selftest.TAPS, 3, 16, 133
+    window = Window(selftest.STRIDES, selftest.PADDING, (1, 1), selftest.DILATION, 1)
+    rng = np.random.default_rng(0)
+    int8 = lambda *shape: jnp.asarray(rng.integers(-128, 128, shape, np.int8))
+    lhs, rhs = int8(images, *image, channels), int8(outputs, *taps, channels)
+    given = {"zero_point_lhs": int8(images), "zero_point_rhs": int8(outputs).astype(jnp.int32)}
+    params = dict(num_batch=0, window=window, activation=activation.NONE, out_dtype=jnp.dtype("int32"))
+    cpu = jax.devices("cpu")[0]
+    reference = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))
+    with jax.default_device(cpu):
+        want = np.asarray(reference(*jax.device_put((lhs, rhs, given), cpu)))
+
+    sizes = ((1, *of) for of in (image, taps, window.out_shape(image, taps), window.strides))
+    before, dilation = (0, *(first for first, _ in window.padding)), (1, *window.rhs_dilation)
+    problem = extension.ConvProblem(1, images, channels, outputs, 1, *sizes, before, dilation, "int32")
+    kernels = problem.choices(gpu)
+    program, kept = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params)), []
+    for turn in range(40):
+        words = rng.choice(kernels)
+        extension.restrict_conv(words)
+        kept.append(program(lhs, rhs, given))
+        np.testing.assert_array_equal(kept[-1], want, f"{words}, turn {turn}")
+        kept.append(jnp.zeros(int(rng.integers(1, 9000)), jnp.int8))
+        while len(kept) > 30:
+            kept.pop(int(rng.integers(len(kept))))
+    extension.restrict_conv("")

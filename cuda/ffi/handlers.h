@@ -19,8 +19,8 @@ struct AddTarget {
   explicit AddTarget(Target target);
 };
 
-// Registers all targets with all their stages, while it is registered itself; notes why it does not (`why_not_recorded`)
-// where XLA's runtime is none that is known.
+// Registers all targets with all their stages, while it is registered itself; notes why it does not
+// (`why_not_recorded`) where XLA's runtime is none that is known.
 XLA_FFI_Error* register_recording(XLA_FFI_CallFrame* frame);
 
 }  // namespace jax_qmm

@@ -20,8 +20,8 @@ void register_targets(XLA_FFI_Api const* api) {
   XLA_FFI_Api_Version const& version = api->api_version;
   if (find_runtime(*api) == nullptr) {
     return note_not_recorded("XLA's runtime has the FFI API " + std::to_string(version.major_version) + "." +
-                        std::to_string(version.minor_version) + " in " + std::to_string(api->struct_size) +
-                        " bytes, with which recording was not tested");
+                             std::to_string(version.minor_version) + " in " + std::to_string(api->struct_size) +
+                             " bytes, with which recording was not tested");
   }
   for (Target const& target : targets()) {
     RegisterArgs args{sizeof(RegisterArgs),
@@ -33,7 +33,7 @@ void register_targets(XLA_FFI_Api const* api) {
     auto* const as_declared = reinterpret_cast<XLA_FFI_Handler_Register_Args*>(&args);
     if (XLA_FFI_Error* error = api->XLA_FFI_Handler_Register(as_declared)) {
       note_not_recorded(std::string("XLA does not register recording handlers: ") +
-                   xla::ffi::internal::GetErrorMessage(api, error));
+                        xla::ffi::internal::GetErrorMessage(api, error));
       return xla::ffi::internal::DestroyError(api, error);
     }
   }

@@ -44,14 +44,13 @@ std::optional<ScaledMmTerms> terms_of(Instance const& i, ScaledMm const& problem
   return ScaledMmTerms{waves, double(ceil_div(p.k, i.tile_k * i.split)), bytes / (gpu.copy_rate * 1e-6)};
 }
 
-// Microseconds of a wave of tiles. What the full epilogue does with an output takes a warpgroup kOutput, which shows
-// where K is short; pingpong kernels do it while they multiply the next tile, one warpgroup at a time.
+// Microseconds of a wave of tiles. Pingpong kernels apply the full epilogue while they multiply the next tile, one
+// warpgroup at a time: it shows where K is short.
 double wave_us(Instance const& i, ScaledMmCost const& cost, double k_tiles) {
-  constexpr double kOutput = 0.04 / 128;
   double const products = k_tiles * cost.k_tile;
-  double const outputs = i.full_epilogue ? kOutput * i.tile_m * i.tile_n : 0;
-  if (i.schedule == Schedule::kPingpong) return std::max(products + cost.tile, outputs);
-  return products + std::max(cost.tile, outputs / (i.tile_m / 64));
+  if (!i.full_epilogue) return products + cost.tile;
+  if (i.schedule == Schedule::kPingpong) return std::max(products + cost.tile, cost.full_tile);
+  return products + cost.full_tile;
 }
 
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.

@@ -43,14 +43,14 @@ void check_scaled_mm_choice(ScaledMm const& problem, ScaledMmChoice choice, Gpu 
 
 // Of a kernel on a GPU.
 struct ScaledMmCost {
-  double k_tile, tile, launch;  // microseconds of one K tile in every SM, of a tile's end, of a launch
-  double reading;               // time of the operands' and the result's bytes, against a copy's
+  double k_tile, tile, full_tile;  // microseconds of one K tile in every SM, of a tile's end, of one with full epilogue
+  double launch;                   // microseconds
+  double reading;                  // time of the operands' and the result's bytes, against a copy's
 };
 
 // Gives GPUs of this model the cost of a kernel, which is in the words of `describe_scaled_mm` without the swizzle.
-// Results of 4 bytes and of 1 have the costs of those of 2, and kernels with the full epilogue those with the plain
-// one and of its outputs. Does nothing where this build has no such kernel; a kernel without a
-// cost is not chosen unless it is tuned.
+// Results of 4 bytes and of 1 have the costs of those of 2. Does nothing where this build has no such kernel; a kernel
+// without a cost is not chosen unless it is tuned.
 void set_scaled_mm_cost(Gpu const& gpu, DType in, std::string const& kernel, ScaledMmCost cost);
 
 // The name of the GPU whose costs serve this one: its own, or else the first of its architecture that has any.
