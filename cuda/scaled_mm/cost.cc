@@ -88,7 +88,7 @@ std::vector<double> predict_times(ScaledMm const& problem, Gpu const& gpu) {
       if (auto const terms = terms_of(instances()[i], problem, gpu))
         times[i] = predict(instances()[i], *model->costs[i], *terms);
     } else if ((!model || instances()[i].schedule == Schedule::kMultistage) && serves(instances()[i], problem) &&
-               runs_on(gpu, int(i))) {
+               may_choose(gpu, int(i), alignment(problem))) {
       times[i] = estimate_time(instances()[i], problem, gpu);
     }
   }
@@ -105,7 +105,7 @@ double predict_scaled_mm(ScaledMm const& p, ScaledMmChoice choice, Gpu const& gp
 
 std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& p, ScaledMmChoice choice, Gpu const& gpu) {
   if (choice.instance < 0 || choice.instance >= int(instances().size())) return std::nullopt;
-  if (!suits(instances()[choice.instance], alignment(p)) || !runs_on(gpu, choice.instance)) return std::nullopt;
+  if (!may_choose(gpu, choice.instance, alignment(p))) return std::nullopt;
   Instance const& instance = instances()[choice.instance];
   return choice.swizzle == swizzle_for(instance, p) ? terms_of(instance, p, gpu) : std::nullopt;
 }

@@ -10,12 +10,6 @@ namespace {
 // Which GPUs have the code, of those that this build is for.
 bool on_hopper(int arch) { return arch == 90; }
 bool from_turing_on(int arch) { return arch >= 75; }
-bool where_hopper_has_no_better(int arch) {
-#ifdef JAX_QMM_SM90
-  if (arch == 90) return false;
-#endif
-  return from_turing_on(arch);
-}
 
 template <class Kernel>
 Instance instance(Schedule schedule, DType in, int out_bytes, int tile_m, int tile_n, int tile_k, int cluster_m,
@@ -70,7 +64,7 @@ template <class Kernel>
 Instance multistage(int split, DType in, Accum accum, int tile_m, int tile_n, int tile_k, int warps_m, int warps_n,
                     int warps_k, int stages) {
   Instance i = instance<Kernel>(Schedule::kMultistage, in, 0, tile_m, tile_n, tile_k, 1, 1, false, true);
-  i.has_code = where_hopper_has_no_better;
+  i.has_code = from_turing_on;
   i.accum = accum;
   i.warps_m = warps_m, i.warps_n = warps_n;
   i.warps = warps_m * warps_n * warps_k;
@@ -86,7 +80,6 @@ Instance multistage(int split, DType in, Accum accum, int tile_m, int tile_n, in
       DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, __VA_ARGS__),
 #define SKINNY(in, ...) skinny<JAX_QMM_SKINNY(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
 #define ONE_TILE(in, ...) one_tile<JAX_QMM_ONE_TILE(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
-#ifdef JAX_QMM_SM80
 // One kernel for each number of parts of K.
 #define MULTISTAGE_SPLIT(split, in, accum, ...) \
   multistage<JAX_QMM_MULTISTAGE(in, accum, __VA_ARGS__)>(split, DType::in, Accum::accum, __VA_ARGS__),
@@ -95,9 +88,6 @@ Instance multistage(int split, DType in, Accum accum, int tile_m, int tile_n, in
   MULTISTAGE_SPLIT(2, __VA_ARGS__) \
   MULTISTAGE_SPLIT(4, __VA_ARGS__) \
   MULTISTAGE_SPLIT(8, __VA_ARGS__)
-#else
-#define MULTISTAGE(...)
-#endif
 std::vector<Instance> const& instances() {
   static std::vector<Instance> const all = {
 #ifdef JAX_QMM_SM90

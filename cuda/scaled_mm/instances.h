@@ -44,6 +44,9 @@ Accum accum_of(ScaledMm const& problem);
 int alignment(ScaledMm const& problem);
 bool suits(Instance const& instance, int alignment);
 
+// Whether the GPU runs it on rows of this alignment, and has no better ones for these.
+bool may_choose(Gpu const& gpu, int instance, int alignment);
+
 int64_t workspace_of(Instance const& instance, ScaledMm const& problem);
 
 // Whether it can compute the product, if its operands are aligned.

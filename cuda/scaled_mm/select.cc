@@ -28,6 +28,14 @@ int alignment(ScaledMm const& p) {
 // TMA reads and writes boxes whose rows start at multiples of 16 bytes.
 bool suits(Instance const& i, int alignment) { return alignment >= (i.schedule == Schedule::kMultistage ? 4 : 16); }
 
+bool may_choose(Gpu const& gpu, int instance, int alignment) {
+  Instance const& i = instances()[instance];
+#ifdef JAX_QMM_SM90  // whose kernels are faster
+  if (gpu.arch == 90 && alignment == 16 && i.schedule == Schedule::kMultistage) return false;
+#endif
+  return suits(i, alignment) && runs_on(gpu, instance);
+}
+
 int64_t count_clusters(Instance const& i, ScaledMm const& p) {
   int const rows = i.swap ? p.n : p.m, columns = i.swap ? p.m : p.n;
   return ceil_div(ceil_div(rows, i.tile_m), i.cluster_m) * ceil_div(ceil_div(columns, i.tile_n), i.cluster_n) * p.batch;
@@ -83,7 +91,7 @@ std::optional<std::pair<int, ScaledMmChoice>> find_tuned(ScaledMm const& p, Gpu 
   auto const next = by_m->second.lower_bound(p.m);
   if (next == by_m->second.end() || 3LL * next->first >= 4LL * p.m) return std::nullopt;
   int const instance = next->second.instance;
-  if (instance >= 0 && !(suits(instances()[instance], alignment(p)) && runs_on(gpu, instance))) return std::nullopt;
+  if (instance >= 0 && !may_choose(gpu, instance, alignment(p))) return std::nullopt;
   if (workspace_of(p, next->second) > p.workspace_bytes) return std::nullopt;
   return *next;
 }
@@ -96,7 +104,7 @@ ScaledMmChoice select(ScaledMm const& p, Gpu const& gpu) {
   double best_time = std::numeric_limits<double>::infinity();
   std::vector<double> const times = predict_times(p, gpu);
   for (int i = 0; i < int(times.size()); ++i) {
-    if (times[i] >= best_time || !suits(instances()[i], aligned) || !runs_on(gpu, i)) continue;
+    if (times[i] >= best_time || !may_choose(gpu, i, aligned)) continue;
     best = {i, swizzle_for(instances()[i], p)};
     best_time = times[i];
   }
@@ -153,7 +161,7 @@ std::vector<ScaledMmChoice> scaled_mm_choices(ScaledMm const& p, Gpu const& gpu)
   int const aligned = alignment(p);
   for (int i = 0; i < int(instances().size()); ++i) {
     Instance const& instance = instances()[i];
-    if (!suits(instance, aligned) || !serves(instance, p) || !runs_on(gpu, i)) continue;
+    if (!serves(instance, p) || !may_choose(gpu, i, aligned)) continue;
     choices.push_back({i, 1});
     if (instance.persistent() && !instance.swap) choices.push_back({i, 8});
   }

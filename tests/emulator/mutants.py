@@ -98,7 +98,7 @@ GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "ski
 QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "conv/implicit_gemm.cu"
 WINDOWS, DEPTHWISE = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise"))
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
-ADD_PARTS, WEIGHTS = "scaled_mm/split_k_sm80.cu", "block_scaled_mm/wgmma_sm90.cu"
+ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cu"
 WGMMA_OF_BLOCKS = "block_quantized_mm/wgmma_sm90.cuh"
 BLOCK_SCALED, BLOCK_STEP, BLOCK_SOURCES, DEQUANTIZE, DIRECT = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "step", "sources", "dequantize", "direct")
