@@ -305,6 +305,24 @@ def test_aligned_products_get_a_kernel_made_for_hopper(extension, h200, kind, n,
 
 
 @pytest.mark.parametrize(
+    ("n", "k", "out_dtype", "kind"),
+    [
+        *((4096, k, "bfloat16", kind) for k, kind in ((4096, "sm90"), (4100, "sm80"), (4097, "generic"))),
+        *((n, 144, "int8", kind) for n, kind in ((32, "sm90"), (24, "sm80"))),
+        *((4100, 4096, out_dtype, kind) for out_dtype, kind in (("float32", "sm90"), ("float16", "sm80"))),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_rows_that_tma_does_not_take_get_multistage_kernels_on_hopper(extension, h200, n, k, out_dtype, kind, dtype):
+    """With rows of a and b that begin at multiples of 4 bytes; any other ones get the generic kernel."""
+    for m in (9, 128, 12544):
+        problem = extension.ScaledMmProblem(m, n, k, 1, dtype, out_dtype, dtype != "int8")
+        assert extension.describe_scaled_mm(problem.select(h200)).startswith(kind)
+        kinds = {extension.describe_scaled_mm(choice).split()[0] for choice in problem.choices(h200)}
+        assert kinds == {"generic", kind}
+
+
+@pytest.mark.parametrize(
     ("m", "n", "k", "kind"),
     [
         (16, 128, 16384, "split-K"),  # few tiles: only parts of K make enough blocks
