@@ -135,7 +135,7 @@ def test_a_program_chooses_other_kernels_as_its_buffers_move(extension, gpu):
     kernels = problem.choices(gpu)
     program, kept = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params)), []
     for turn in range(40):
-        words = rng.choice(kernels)
+        words = str(rng.choice(kernels))
         extension.restrict_conv(words)
         kept.append(program(lhs, rhs, given))
         np.testing.assert_array_equal(kept[-1], want, f"{words}, turn {turn}")
