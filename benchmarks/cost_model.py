@@ -5,10 +5,9 @@
     python benchmarks/cost_model.py check kernels.csv.gz                    # on any machine: how good the choices are
 
 It needs optax and the extension. Several files are fitted as one, and the costs go to jax_qmm/tuned, to the file of the
-GPU that --gpu names, which describes it. What is fitted is
-`predict` of cuda/scaled_mm/cost.cc, written again here for gradients.
-The fit minimizes how far what the model chooses is behind the fastest, and how far its times of the fast kernels are
-off.
+GPU that --gpu names, which describes it. What is fitted is `predict` of cuda/scaled_mm/cost.cc, written again here for
+gradients. The fit minimizes how far what the model chooses is behind the fastest, and how far its times of the fast
+kernels are off.
 """
 
 import argparse
@@ -272,8 +271,8 @@ def fit_full_tiles(kernels, gpu, times, costs):
         for choice, terms in terms_of(kernels, gpu, product).items():
             words = kernels.describe_scaled_mm(choice)
             if words in by_name:
-                plain = re.sub(r" swizzle \d+$", "", words.replace(" full epilogue", ""))
-                of_kernel[product.dtype, plain].append((*terms, by_name[words], fastest / by_name[words]))
+                key = product.dtype, plain_words(kernels, choice[0])
+                of_kernel[key].append((*terms, by_name[words], fastest / by_name[words]))
     tried = np.geomspace(0.2, 50, 400)[:, None]
     for key, lines in of_kernel.items():
         waves, k_tiles, copy, us, part = np.array(lines).T
@@ -283,6 +282,11 @@ def fit_full_tiles(kernels, gpu, times, costs):
         off = np.log(cost.launch + np.cbrt((waves * ends) ** 3 + (copy * cost.reading) ** 3)) - np.log(us)
         lost = (part**6 * np.minimum(np.abs(off), 0.3)).sum(1)
         yield key, cost._replace(full_tile=round(float(tried[lost.argmin(), 0]), 2))
+
+
+def plain_words(kernels, kernel):
+    """By which costs are known: a kernel's, by its number, without the swizzle and the full epilogue."""
+    return kernels.describe_scaled_mm((kernel, 1)).removesuffix(" swizzle 1").replace(" full epilogue", "")
 
 
 def has_full_epilogue(product):
@@ -347,7 +351,7 @@ def costs_by_words(kernels, dtype, found, before):
     What they have `before` of the full epilogue stays.
     """
     for kernel, (k_tile, tile, launch, reading) in found.items():
-        words = kernels.describe_scaled_mm((kernel, 1)).removesuffix(" swizzle 1")
+        words = plain_words(kernels, kernel)
         full_tile = before[dtype, words].full_tile if (dtype, words) in before else tile
         yield (dtype, words), Cost(dtype, words, k_tile, tile, full_tile, launch, reading)
 
