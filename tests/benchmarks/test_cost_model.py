@@ -164,11 +164,14 @@ def test_what_is_measured_is_read_again(cost_model, extension, h200, monkeypatch
         assert set(by_name.values()) == {1.5} and set(by_name) <= set(words)
 
 
-def test_choices_on_an_h100_are_near_the_fastest_that_was_measured(cost_model, extension, stored):
+@pytest.mark.parametrize("gpu, file, plain, full", [
+    ("NVIDIA H100 80GB HBM3", "../h100/kernels.csv.gz", (800, 1.02, 1.4), (280, 1.035, 1.6)),
+    ("NVIDIA H200", "full_epilogue_kernels.csv.gz", (180, 1.05, 2.0), (400, 1.025, 1.7)),
+])  # fmt: skip
+def test_choices_are_near_the_fastest_with_both_epilogues(cost_model, extension, stored, gpu, file, plain, full):
     """With the plain epilogue and with the full one, among them convolutions with windows of one pixel."""
-    h100 = tuning.packaged_gpu(extension, "NVIDIA H100 80GB HBM3")
-    times = cost_model.read_times([stored("../h100/kernels.csv.gz")])
-    behind = cost_model.behind_now(extension, h100, times)
-    for full, mean, most, least in ((False, 1.02, 1.4, 800), (True, 1.035, 1.6, 280)):
-        found = [ratio for product, ratio in behind.items() if cost_model.has_full_epilogue(product) == full]
+    times = cost_model.read_times([stored(file)])
+    behind = cost_model.behind_now(extension, tuning.packaged_gpu(extension, gpu), times)
+    for has_full, (least, mean, most) in ((False, plain), (True, full)):
+        found = [ratio for product, ratio in behind.items() if cost_model.has_full_epilogue(product) == has_full]
         assert len(found) >= least and geometric_mean(found) < mean and max(found) < most
