@@ -18,6 +18,7 @@
 #include "conv/conv.h"
 #include "core/archs.h"
 #include "core/gpu.h"
+#include "expanded_mm/expanded_mm.h"
 #include "ffi/device.h"
 #include "ffi/handlers.h"
 #include "ffi/record.h"
@@ -277,6 +278,39 @@ void bind_block_quantized_mm(nb::module_& m) {
         "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
 }
 
+void bind_expanded_mm(nb::module_& m) {
+  nb::class_<ExpandedMm>(m, "ExpandedMmProblem", "A product of int8 and int4, and the kernel that can compute it.")
+      .def(nb::new_([](int m, int n, int k, int batch, std::string const& out) {
+             ExpandedMm problem{};
+             problem.m = m;
+             problem.n = n;
+             problem.k = k;
+             problem.batch = batch;
+             problem.in = DType::kS8;
+             problem.out_dtype = dtype(out);
+             return problem;
+           }),
+           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("out_dtype"))
+      .def(
+          "select",
+          [](ExpandedMm const& p, Gpu const& gpu) -> std::optional<std::string> {
+            auto const choice = select_expanded_mm(p, gpu);
+            if (!choice) return std::nullopt;
+            return describe_expanded_mm(*choice);
+          },
+          "The kernel that serves it on a GPU, in words; None where there is none.")
+      .def(
+          "choices",
+          [](ExpandedMm const& p, Gpu const& gpu) {
+            std::vector<std::string> found;
+            for (int const choice : expanded_mm_choices(p, gpu)) found.push_back(describe_expanded_mm(choice));
+            return found;
+          },
+          nb::arg("gpu"), "All kernels that serve it, in words.");
+  m.def("restrict_expanded_mm", restrict_expanded_mm, nb::arg("words"),
+        "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
+}
+
 void bind_conv(nb::module_& m) {
   nb::class_<Conv>(m, "ConvProblem", "A convolution, and the kernel that can compute it.")
       .def(nb::new_([](int batch, int images, int channels, int n, int groups, Sizes image, Sizes taps, Sizes pixels,
@@ -368,5 +402,6 @@ NB_MODULE(_kernels, m) {
   bind_scaled_mm(m);
   bind_block_scaled_mm(m);
   bind_block_quantized_mm(m);
+  bind_expanded_mm(m);
   bind_conv(m);
 }

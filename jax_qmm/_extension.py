@@ -269,6 +269,11 @@ def describe_block_quantized_mm(product) -> str:
     return _describe("BlockQuantizedMmProblem", product, "by a formula, not measured")
 
 
+def describe_expanded_mm(product) -> str:
+    """Likewise for an `ExpandedMmProblem`."""
+    return _describe("ExpandedMmProblem", product, "by a formula, not measured")
+
+
 def describe_conv(convolution) -> str:
     """Likewise for a `ConvProblem`."""
     return _describe("ConvProblem", convolution, "by a formula, not measured")

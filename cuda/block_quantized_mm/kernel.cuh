@@ -162,7 +162,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) block_quantized_
     slot = slot + 1 == C::kSlots ? 0 : slot + 1;
   };
   auto const copy_terms = [&](int k) { source.copy(k); };
-  sm80::sum_products<C>(p.product, at, stages, sm80::rows_of_a<C>(p.product, at), acc, copy_terms, multiplied);
+  auto const from_a = sm80::rows_of_a<C>(p.product, at);
+  auto const from_b = sm80::rows_of_b<C>(p.product, at);
+  sm80::sum_products<C>(p.product, at, stages, from_a, from_b, acc, copy_terms, multiplied);
   __syncthreads();  // the epilogue's terms take the place of the stages and slots
   sm80::load_terms<C>(p.product, at, shared);
   __syncthreads();

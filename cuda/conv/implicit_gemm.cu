@@ -115,7 +115,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) conv_kernel(Para
 
   int32_t acc[C::kFragmentsM][C::kFragmentsN][4] = {};
   auto const nothing = [](int) {};
-  sm80::sum_products<C>(p.product, at, stages, Windows<C>(p, at), acc, nothing, nothing);
+  auto const weights = sm80::rows_of_b<C>(p.product, at);
+  sm80::sum_products<C>(p.product, at, stages, Windows<C>(p, at), weights, acc, nothing, nothing);
   __syncthreads();  // the epilogue's terms take the place of the stages
   sm80::load_terms<C>(p.product, at, shared, [&](int m, Terms<true, Value>& terms) {
     int const image = p.window.image_of(m);

@@ -31,7 +31,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cuda_host_adapter.hpp"
-#include "scaled_mm/epilogue.cuh"
+#include "scaled_mm/write_rows.cuh"
 
 namespace jax_qmm::conv {
 namespace {
@@ -117,50 +117,6 @@ __device__ void write_borders(Params const& p, typename C::Shared& shared, int f
     if (cute::elect_one_sync()) cutlass::arch::ClusterBarrier::arrive(&shared.bordered[stage]);
     if (++stage == C::kStages) stage = 0, phase ^= 1;
     if (++chunk == p.chunks) chunk = 0, ++tap;
-  }
-}
-
-// Adds up what all parts of K sent of some rows of the tile, applies the terms, and writes them.
-template <class C, class Bits>
-__device__ void write_rows(Params const& p, FullOutput const& output, typename C::Shared const& shared,
-                           int32_t const* partial, int parts, int rows_of_part, int first_row, int rows, int l,
-                           int first_m, int first_n, int end_n) {
-  constexpr int kEach = 4, kAcross = C::kTileN / kEach, kDown = kMathThreads / kAcross;
-  int const column = threadIdx.x % kAcross * kEach, n = first_n + column;
-  if (threadIdx.x >= kAcross * kDown || n >= end_n) return;
-  Terms<true, Value> of_columns[kEach];
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) of_columns[j] = shared.columns[column + j];
-  Bits* to = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + n;
-#pragma unroll 2
-  for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
-    int32_t sums[kEach] = {};
-    float values[kEach];
-#pragma unroll 1
-    for (int part = 0; part < parts; ++part) {
-      int4 const more = *reinterpret_cast<int4 const*>(&partial[(part * rows_of_part + row) * C::kPitch + column]);
-      sums[0] = add(sums[0], more.x), sums[1] = add(sums[1], more.y);
-      sums[2] = add(sums[2], more.z), sums[3] = add(sums[3], more.w);
-    }
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      auto const pick = [](auto const& arg, auto of_row, auto of_column) { return arg.kOfRow ? of_row : of_column; };
-      auto const terms = map_terms<Value>(pick, p.epilogue, shared.rows[first_row + row], of_columns[j]);
-      sums[j] = subtract_zero_points(sums[j], terms);
-      values[j] = scale(sums[j], terms);
-    }
-    Bits* const at = to + int64_t(row) * p.n;
-    struct alignas(kEach * sizeof(Bits)) Whole {
-      Bits bits[kEach];
-    };
-    if (p.stores_whole) {
-      *reinterpret_cast<Whole*>(at) = output.template round<Whole, kEach>(values, sums);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        if (n + j < end_n) at[j] = output.template round_one<Bits>(values[j], sums[j]);
-      }
-    }
   }
 }
 
@@ -324,18 +280,8 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   } else {
     sync_math();
   }
-  auto const write = [&](auto bits) {
-    write_rows<C, decltype(bits)>(p, output, shared, partial, parts, rows_of_part, first_row, rows, l, first_m, first_n,
-                                  end_n);
-  };
-  switch (bytes_of(output.dtype)) {
-    case 1:
-      return write(BitsOf<1>());
-    case 2:
-      return write(BitsOf<2>());
-    default:
-      return write(BitsOf<4>());
-  }
+  write_rows<C, kMathThreads>(p, output, shared, partial, parts, rows_of_part, first_row, rows, l, first_m, first_n,
+                              end_n);
 }
 
 // How far from the last pixel of an axis the last window begins.

@@ -1,35 +1,50 @@
 // Products of int8 and of int4 that becomes int8 on the way: values less the zero point of their block, times its
 // multiple, exactly.
 //
-//   out[l, m, n] = sum_k x[l, m, k] * multiple[l, n, g] * (w[l, n, k] - zero_point[l, n, g])      g = k / block
+//   b[l, n, k] = multiple[l, n, g] * (w[l, n, k] - zero_point[l, n, g])      g = k / block
+//   out[l, m, n] = scale_a[l, m] * scale_b[l, n] * sum_k a[l, m, k] * b[l, n, k] + bias[l, n]
 //
-// in int32. What is multiplied to x has to be in the range of int8. For so few rows of x that reading w is what counts.
+// b has to be in the range of int8. The rest is the arithmetic of ScaledMm; an int32 output is the sums themselves.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
 
+#include "core/gpu.h"
 #include "core/launch.h"
+#include "scaled_mm/problem.h"
 
 namespace jax_qmm {
 
-struct ExpandedMm {
+// Of the terms of a ScaledMm it has both scales and the bias. In place of b stands w: (batch, n, k), two values a byte,
+// the first of them in its lower half.
+struct ExpandedMm : ScaledMm {
   static constexpr int kColumns = 32;  // K and blocks are multiples of it
+  static constexpr int kFewRows = 64;  // of a; up to here reading w is what counts
 
-  int8_t const* x;                      // (batch, m, k)
-  uint8_t const* w;                     // (batch, n, k), two values a byte, the first of them in its lower half
-  int8_t const *multiple, *zero_point;  // (batch, n, blocks of k); zero_point may be null
-  int32_t* out;                         // (batch, m, n)
-  int batch, m, n, k, block;
-  int64_t x_batch_stride, w_batch_stride, multiple_batch_stride,
-      zero_point_batch_stride;  // elements; 0 for a shared one
+  int block;
+  int8_t const *multiple, *zero_point;                             // (batch, n, groups); zero_point may be null
+  int64_t multiple_batch_stride = 0, zero_point_batch_stride = 0;  // elements; 0 for a shared one
+
+  int groups() const { return int(ceil_div(k, block)); }
 };
+
+// The kernel of the table that serves the problem and is predicted to be the fastest; none where none does.
+std::optional<int> select_expanded_mm(ExpandedMm const& problem, Gpu const& gpu);
+std::vector<int> expanded_mm_choices(ExpandedMm const& problem, Gpu const& gpu);
+std::string describe_expanded_mm(int instance);
+
+// Leaves only the kernels whose words have this to choose from, for tests: all with "". Not while other threads choose.
+void restrict_expanded_mm(std::string words);
 
 // Loads the kernels on the current device. Call it once per device, outside of stream capture.
 cudaError_t prepare_expanded_mm();
 
 // Submits a kernel that computes the product on the current device. Empty outputs are legal, and need none.
-cudaError_t launch_expanded_mm(ExpandedMm const& problem, Submit const& submit);
+cudaError_t launch_expanded_mm(ExpandedMm const& problem, int instance, Submit const& submit);
 
 }  // namespace jax_qmm

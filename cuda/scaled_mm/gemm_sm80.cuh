@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(C::kThreads) multistage_kernel(Params p) {
   begin();
 
   Accumulator acc[kM][kN][4] = {};
-  sum_products<C>(p, at, stages, rows_of_a<C>(p, at), acc, [](int) {}, [](int) {});
+  sum_products<C>(p, at, stages, rows_of_a<C>(p, at), rows_of_b<C>(p, at), acc, [](int) {}, [](int) {});
   __syncthreads();  // the terms take the place of the stages, from one of which fragments were loaded in vain
 
   bool const has_all_of_k = p.parts == nullptr;

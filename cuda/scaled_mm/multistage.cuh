@@ -64,6 +64,7 @@ struct Config {
 template <class C, int Rows>
 class Source {
  public:
+  static constexpr bool kMakes = false;  // whether what was copied becomes something else in shared memory
   __device__ Source(uint8_t const* matrix, int first_row, int rows, Params const& p)
       : matrix_(matrix), first_row_(first_row + threadIdx.x / kChunks), rows_(rows), p_(p) {
 #pragma unroll
@@ -178,21 +179,26 @@ struct Place {
   }
 };
 
-// The rows of a of the block's tile.
+// The rows of a and of b of the block's tile.
 template <class C>
 __device__ Source<C, C::kTileM> rows_of_a(Params const& p, Place<C> const& at) {
   return {p.a + at.l * p.a_batch_stride, at.first_m, p.m, p};
 }
+template <class C>
+__device__ Source<C, C::kTileN> rows_of_b(Params const& p, Place<C> const& at) {
+  return {p.b + at.l * p.b_batch_stride, at.first_n, at.end_n, p};
+}
 
-// Adds the products of the warp's part to acc. `from_a` copies as a Source does; `copy_more(k)` starts what further
-// copies the stage from k on needs; `multiplied(step)` is called when a step is in acc.
-template <class C, class FromA, class CopyMore, class Multiplied>
-__device__ void sum_products(Params const& p, Place<C> const& at, uint32_t stages, FromA const& from_a,
+// Adds the products of the warp's part to acc. `from_a` and `from_b` copy as a Source does, and `from_b` may make
+// something else of its copies in place; `copy_more(k)` starts what further copies the stage from k on needs;
+// `multiplied(step)` is called when a step is in acc.
+template <class C, class FromA, class FromB, class CopyMore, class Multiplied>
+__device__ void sum_products(Params const& p, Place<C> const& at, uint32_t stages, FromA const& from_a, FromB&& from_b,
                              typename C::Accumulator (&acc)[C::kFragmentsM][C::kFragmentsN][4], CopyMore copy_more,
                              Multiplied multiplied) {
   constexpr int kM = C::kFragmentsM, kN = C::kFragmentsN;
   int const lane = threadIdx.x % 32;
-  Source<C, C::kTileN> const from_b(p.b + at.l * p.b_batch_stride, at.first_n, at.end_n, p);
+  constexpr bool kMakes = std::decay_t<FromB>::kMakes;
 
   // The row and the half of 32 bytes that this lane gives the address of, for A: both halves of 8 rows after each
   // other, for B the other way round. The bits of a step are above those of a half, and so an exclusive or of both.
@@ -214,6 +220,10 @@ __device__ void sum_products(Params const& p, Place<C> const& at, uint32_t stage
     }
   };
 
+  auto const make_b = [&](int stage, int k) {
+    if constexpr (kMakes) from_b.make(stages + stage * C::kStageBytes + C::kTileM * C::kTileK, k);
+  };
+
   // Without branches, so that copies and loads stand among the products that they are not to delay. Behind the last K
   // tile the copies only write zeros.
   auto const main_loop = [&](auto whole) {
@@ -228,6 +238,7 @@ __device__ void sum_products(Params const& p, Place<C> const& at, uint32_t stage
     for (int s = 0; s < C::kStages - 1; ++s) copy_stage(s, at.k_begin + s * C::kTileK);
     p.epilogue.prefetch(C::kThreads);  // hundreds of instructions, while the copies are on their way
     wait_for_copies<C::kStages - 2>();
+    make_b(0, at.k_begin);
     __syncthreads();
     load_fragments(0, 0, 0);
     int stage = 0, copied_stage = C::kStages - 1;
@@ -250,11 +261,17 @@ __device__ void sum_products(Params const& p, Place<C> const& at, uint32_t stage
         }
         multiply<C>(acc, fragments_a[step % 2], fragments_b[step % 2]);
         multiplied(step);
+        if (kMakes && step == 0) {
+          wait_for_copies<C::kStages - 2>();  // of the next stage, which nobody else has touched
+          make_b(stage + 1 == C::kStages ? 0 : stage + 1, k + C::kTileK);
+        }
       }
     }
     wait_for_copies<0>();
   };
-  if (p.copied == 16) {
+  if constexpr (kMakes) {
+    main_loop(std::true_type());
+  } else if (p.copied == 16) {
     main_loop(std::true_type());
   } else {
     main_loop(std::false_type());

@@ -1,9 +1,9 @@
 """A product of labelled operands of which one is int4, as `W4A8` makes it, and the other of 8 bits.
 
 Beside int8 it needs a `scale_step`: its values times the multiples of their blocks are int8, with one scale for all
-that is contracted. Where few rows meet them, expanded_mm's kernel makes them on the way to the tensor cores; else XLA
-does, once at each call, in a jit named "jax_qmm_expanded", so that `explain` can tell. Beside float8 XLA makes float8
-of the values, and the scales of blocks stay; few rows of float8 are for widened_dot.
+that is contracted. expanded_mm's kernels make them on the way to the tensor cores, where they take such blocks and x is
+float; else XLA does, once at each call, in a jit named "jax_qmm_expanded", so that `explain` can tell. Beside float8 XLA
+makes float8 of the values, and the scales of blocks stay; few rows of float8 are for widened_dot.
 """
 
 import functools
@@ -17,11 +17,10 @@ from jax_qmm.dtypes import FLOAT8, INT4, INT8
 from jax_qmm.ops import block_quantized_dot, quantized_dot
 from jax_qmm.ops.block_quantized_dot import folded, in_order
 from jax_qmm.ops.block_quantized_mm import in_blocks
-from jax_qmm.ops.expanded_mm import expanded_mm, is_faster
+from jax_qmm.ops.expanded_mm import expanded_mm, serves_blocks
 from jax_qmm.ops.product_form import form_of, result, split_bias
 from jax_qmm.ops.weight_only_dot import block_of
 from jax_qmm.qarray import QArray
-from jax_qmm.reference.scaled_mm import epilogue
 
 
 def serves(product, lhs, rhs):
@@ -47,8 +46,8 @@ def unserved(product, lhs, rhs):
 
 def dot(product, lhs, rhs, bias, static):
     """The product; a float operand has no static scale."""
-    if _is_of_few_rows(product, lhs, rhs):
-        return _dot_of_few_rows(product, lhs, rhs, bias, static)
+    if _is_for_kernels(product, lhs, rhs):
+        return _dot_by_kernel(product, lhs, rhs, bias, static)
     lhs, rhs = _expanded(product, lhs, rhs)
     return _of_int8(product, lhs, rhs).dot(product, lhs, rhs, bias, static)
 
@@ -60,17 +59,14 @@ def _of_int8(product, lhs, rhs):
 # By expanded_mm
 
 
-def _is_of_few_rows(product, lhs, rhs):
-    """Whether x is float and becomes int8, and its rows, columns and the blocks of w are for expanded_mm's kernel."""
+def _is_for_kernels(product, lhs, rhs):
+    """Whether x is float and becomes int8, and expanded_mm's kernels serve K and the blocks of w."""
     if isinstance(lhs, QArray) and isinstance(rhs, QArray) or product.scheme.dtype != INT8:
         return False
     form = _form(product, lhs, rhs)
     w, own = (lhs, product.lhs) if form.flipped else (rhs, product.rhs)
-    sizes = [*form.shape(form.rows), *form.shape(form.contracted)]
-    if not all(isinstance(size, int) for size in sizes):
-        return False
-    m, k = math.prod(form.shape(form.rows)), math.prod(form.shape(form.contracted))
-    return k > 0 and is_faster(m, k, block_of(form, w, own))
+    k = math.prod(form.shape(form.contracted))
+    return isinstance(k, int) and k > 0 and serves_blocks(k, block_of(form, w, own))
 
 
 def _form(product, lhs, rhs):
@@ -78,7 +74,7 @@ def _form(product, lhs, rhs):
     return form_of(product, lhs, rhs, flipped, product.batch, (lhs, product.lhs) if flipped else (rhs, product.rhs))
 
 
-def _dot_of_few_rows(product, lhs, rhs, bias, static):
+def _dot_by_kernel(product, lhs, rhs, bias, static):
     form = _form(product, lhs, rhs)
     sides = (lhs, product.lhs), (rhs, product.rhs)
     (x, x_own), (w, w_own) = sides[::-1] if form.flipped else sides
@@ -91,16 +87,17 @@ def _dot_of_few_rows(product, lhs, rhs, bias, static):
     x = x.reshape(*x.shape[:-count], of_w.values.shape[-1])
     x = product.scheme.with_static(*static).quantize_activation(x, 1)
     column_bias, late_bias = split_bias(product, form, bias)
-    sums = expanded_mm(
+    out = expanded_mm(
         *(x.qvalue, of_w.values, of_w.scale, None if of_w.zero_point is None else of_w.zero_point.astype(INT8)),
         num_batch=num_batch,
         block=of_w.block,
+        scale_a=x.scale[..., 0],
+        scale_b=step.scale[..., 0],
+        bias=column_bias,
+        out_dtype=product.out_dtype if late_bias is None else jnp.dtype(jnp.float32),
         out_sharding=form.out_sharding(product),
     )
-    out_dtype = product.out_dtype if late_bias is None else jnp.dtype(jnp.float32)
-    vectors = {"scale_a": x.scale[..., 0], "scale_b": step.scale[..., 0]}
-    vectors |= {} if column_bias is None else {"bias": column_bias}
-    return result(product, form, epilogue(sums, num_batch=num_batch, out_dtype=out_dtype, **vectors), late_bias)
+    return result(product, form, out, late_bias)
 
 
 # By XLA

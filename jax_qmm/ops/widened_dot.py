@@ -16,10 +16,11 @@ from jax_qmm.ops import expanded_dot, weight_only_dot
 from jax_qmm.ops.block_quantized_dot import counts, in_order
 from jax_qmm.ops.block_quantized_mm import in_blocks
 from jax_qmm.ops.block_scaled_mm import unserved_blocks
-from jax_qmm.ops.expanded_mm import MOST_ROWS
 from jax_qmm.ops.product_form import form_of, result, split_bias
 from jax_qmm.qarray import QArray
 from jax_qmm.reference.scaled_mm import epilogue
+
+_MOST_ROWS = 64  # of float8; with more of them w rather becomes float8 once
 
 
 def serves(product, lhs, rhs):
@@ -33,7 +34,7 @@ def serves(product, lhs, rhs):
     m, k = (math.prod(form.shape(labels)) for labels in (form.rows, form.contracted))
     if not expanded_dot.serves(product, lhs, rhs):
         return True
-    few = isinstance(m, int) and isinstance(k, int) and m <= MOST_ROWS
+    few = isinstance(m, int) and isinstance(k, int) and m <= _MOST_ROWS
     return few and unserved_blocks(weight_only_dot.block_of(form, w, w_own), k) is None
 
 

@@ -8,41 +8,50 @@
 #include "core/load.cuh"
 #include "core/mma.cuh"
 #include "core/prepare.h"
-#include "expanded_mm/expanded_mm.h"
+#include "expanded_mm/expansion.cuh"
+#include "expanded_mm/instances.h"
+#include "scaled_mm/epilogue.cuh"
 
-namespace jax_qmm {
+namespace jax_qmm::expanded {
 namespace {
 
 constexpr int kWarps = 8, kRows = 16;
 constexpr int kTurn = 4 * ExpandedMm::kColumns;  // columns of a warp: four threads share a row
 
-// What makes four int8 of four nibbles, each plus 8: with these in the bytes of a word, `nibbles * multiple + shift`
-// has 128 more than the int8 in each byte. That is 0 to 255, so whatever bytes borrow in between, none is left.
-struct Expansion {
-  uint32_t multiple = 0, shift = 0x80808080;
-
-  __device__ uint32_t operator()(uint32_t nibbles) const { return nibbles * multiple + shift ^ 0x80808080; }
+struct Params {
+  uint8_t const *a, *w;
+  void* out;
+  int m, n, k;
+  int64_t a_batch_stride, w_batch_stride, out_batch_stride;  // bytes, but of the last
+  Blocks blocks;
+  EpilogueArgs<false> epilogue;
 };
 
 // The loads of a turn of one row of w.
 struct Row {
   uint4 values = {};
-  Expansion expansion;
+  OfBlock block;
 
-  __device__ void load(ExpandedMm const& p, int l, int n, int column) {
-    int const groups = (p.k + p.block - 1) / p.block;
-    int64_t const of_block = int64_t(n) * groups + column / p.block;
-    values = load_once(p.w + (l * p.w_batch_stride + int64_t(n) * p.k + column) / 2);
-    int const multiple = p.multiple[l * p.multiple_batch_stride + of_block];
-    int const zero = p.zero_point == nullptr ? 0 : p.zero_point[l * p.zero_point_batch_stride + of_block];
-    expansion.multiple = multiple;
-    expansion.shift = 0x80808080 - uint32_t(multiple * (8 + zero)) * 0x01010101;
+  __device__ void load(Params const& p, int l, int n, int column) {
+    values = load_once(p.w + l * p.w_batch_stride + (int64_t(n) * p.k + column) / 2);
+    block = OfBlock(p.blocks, l, n, column / p.blocks.block);
   }
 };
 
+__device__ void write(Params const& p, int l, int m, int n, int32_t sum) {
+  float const value = scale(sum, p.epilogue.load(l, m, n));
+  PlainOutput const output = p.epilogue.output.at(l);
+  int64_t const at = l * p.out_batch_stride + int64_t(m) * p.n + n;
+  if (bytes_of(output.dtype) == 2) {
+    static_cast<uint16_t*>(p.out)[at] = output.round_one<uint16_t>(value, sum);
+  } else {
+    static_cast<uint32_t*>(p.out)[at] = output.round_one<uint32_t>(value, sum);
+  }
+}
+
 // kEights: how often 8 rows of x.
 template <int kEights>
-__global__ void __launch_bounds__(32 * kWarps) expanded_mm_kernel(ExpandedMm p) {
+__global__ void __launch_bounds__(32 * kWarps) few_rows_kernel(Params p) {
   __shared__ int32_t partial[kWarps][8 * kEights][kRows + 2];  // padded: the fragments' stores hit distinct banks
 
   int const l = blockIdx.y, first_n = blockIdx.x * kRows, first_m = blockIdx.z * 8 * kEights;
@@ -62,21 +71,18 @@ __global__ void __launch_bounds__(32 * kWarps) expanded_mm_kernel(ExpandedMm p) 
       for (int i = 0; i < kEights; ++i) {
         int const m = first_m + 8 * i + group;
         if (m >= p.m) continue;
-        auto const* const from = reinterpret_cast<uint4 const*>(p.x + l * p.x_batch_stride + int64_t(m) * p.k + column);
+        auto const* const from = reinterpret_cast<uint4 const*>(p.a + l * p.a_batch_stride + int64_t(m) * p.k + column);
         x[i][0] = from[0], x[i][1] = from[1];
       }
     }
     uint32_t const words[2][4] = {{rows[0].values.x, rows[0].values.y, rows[0].values.z, rows[0].values.w},
                                   {rows[1].values.x, rows[1].values.y, rows[1].values.z, rows[1].values.w}};
+    Expansion const expansions[2] = {rows[0].block.expansion(), rows[1].block.expansion()};
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
       uint32_t of_w[4];
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        uint32_t const bits = words[row][word] ^ 0x88888888;  // plus 8
-        of_w[row] = rows[row].expansion(bits & 0x0f0f0f0f);
-        of_w[2 + row] = rows[row].expansion(bits >> 4 & 0x0f0f0f0f);
-      }
+      for (int row = 0; row < 2; ++row) expansions[row].make(words[row][word], of_w[row], of_w[2 + row]);
 #pragma unroll
       for (int i = 0; i < kEights; ++i) {
         uint4 const of_x = x[i][word / 2];
@@ -97,32 +103,45 @@ __global__ void __launch_bounds__(32 * kWarps) expanded_mm_kernel(ExpandedMm p) 
     int32_t sum = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += partial[w][i / kRows][row];
-    p.out[(int64_t(l) * p.m + m) * p.n + n] = sum;
+    write(p, l, m, n, sum);
   }
 }
 
-using Kernel = void (*)(ExpandedMm);
-constexpr Kernel kKernels[] = {expanded_mm_kernel<1>, expanded_mm_kernel<2>, expanded_mm_kernel<4>};
+template <int kEights>
+cudaError_t prepare(bool& fits) {
+  return prepare_kernel(reinterpret_cast<void const*>(few_rows_kernel<kEights>), {1, 32 * kWarps}, fits);
+}
+
+template <int kEights>
+cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
+  Params const params{static_cast<uint8_t const*>(p.a),
+                      static_cast<uint8_t const*>(p.b),
+                      p.out,
+                      p.m,
+                      p.n,
+                      p.k,
+                      p.a_batch_stride,
+                      p.b_batch_stride / 2,
+                      p.out_batch_stride,
+                      Blocks(p),
+                      epilogue_args<false>(p)};
+  dim3 const grid(unsigned(ceil_div(p.n, kRows)), unsigned(p.batch), unsigned(ceil_div(p.m, 8 * kEights)));
+  return jax_qmm::launch(submit, {grid, 32 * kWarps}, few_rows_kernel<kEights>, params);
+}
+
+template <int kEights>
+Instance instance(int most_rows) {
+  Instance i{"sm80 few rows " + std::to_string(8 * kEights) + "x16", prepare<kEights>, launch<kEights>};
+  i.most_rows = most_rows;
+  return i;
+}
 
 }  // namespace
 
-cudaError_t prepare_expanded_mm() {
-  static OncePerDevice once;
-  return once([] {
-    for (Kernel const kernel : kKernels) {
-      bool fits;
-      cudaError_t const error = prepare_kernel(reinterpret_cast<void const*>(kernel), {1, 32 * kWarps}, fits);
-      if (error) return error;
-    }
-    return cudaSuccess;
-  });
+void add_few_rows(std::vector<Instance>& to) {
+  to.push_back(instance<1>(8));
+  to.push_back(instance<2>(16));
+  to.push_back(instance<4>(ExpandedMm::kFewRows));
 }
 
-cudaError_t launch_expanded_mm(ExpandedMm const& p, Submit const& submit) {
-  if (p.batch == 0 || p.m == 0 || p.n == 0) return cudaSuccess;
-  int const choice = p.m <= 8 ? 0 : p.m <= 16 ? 1 : 2;
-  dim3 const grid(unsigned(ceil_div(p.n, kRows)), unsigned(p.batch), unsigned(ceil_div(p.m, 8 << choice)));
-  return launch(submit, {grid, 32 * kWarps}, kKernels[choice], p);
-}
-
-}  // namespace jax_qmm
+}  // namespace jax_qmm::expanded

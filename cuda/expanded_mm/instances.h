@@ -1,0 +1,31 @@
+// The table of kernels, from which select.cc chooses.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "expanded_mm/expanded_mm.h"
+
+namespace jax_qmm::expanded {
+
+struct Instance {
+  std::string words;
+  cudaError_t (*prepare)(bool& fits);
+  cudaError_t (*launch)(ExpandedMm const&, Submit const&);
+  int most_rows = 0;  // of a that it is for; 0 for any
+  // Of those for any.
+  int tile_m = 0, tile_n = 0, tile_k = 0, blocks_per_sm = 0;
+  int shared_bytes = 0;
+  bool wgmma = false;  // of Hopper alone
+};
+
+inline std::string words_of_tile(int m, int n, int k) {
+  return std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
+}
+
+// In a source for each.
+void add_few_rows(std::vector<Instance>& to);
+void add_multistage(std::vector<Instance>& to);
+void add_wgmma(std::vector<Instance>& to);
+
+}  // namespace jax_qmm::expanded
