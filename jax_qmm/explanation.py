@@ -206,7 +206,7 @@ def _describe(eqn, where, of_convs):
     if str(eqn.params.get("name", "")) == DEQUANTIZED_CONV:
         return "dequantized conv", avals[:2], f"XLA: weights dequantized once, then a convolution of {avals[0].dtype}"
     if str(eqn.params.get("name", "")) == "jax_qmm_expanded":
-        return "expand", avals[:1], "XLA, at each call: kernels read int4 beside 8 bits where few rows meet it"
+        return "expand", avals[:1], "XLA, at each call: no kernel that reads int4 serves it beside these 8 bits"
     if str(eqn.params.get("name", "")) == "jax_qmm_widened":
         return "widen", avals, "XLA, at each call: the kernels that read int4 take 16-bit x"
     if eqn.primitive.name in _FLOAT_PRODUCTS and jnp.issubdtype(avals[0].dtype, jnp.floating):

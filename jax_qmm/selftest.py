@@ -64,8 +64,8 @@ CONV_IMAGES, CONV_IMAGE, CONV_OUTPUTS = 3, (17, 19), ("bfloat16", "float32", "in
 TAPS, STRIDES, DILATION, PADDING = (3, 2), (2, 1), (1, 2), ((1, 2), (0, 1))
 IMAGES, WINDOW_OUTPUTS, WINDOW_BLOCK = (3, 9, 7, 24), 133, 32
 
-# Rows of x beside int4 weights that become int8: the most that each kernel of expanded_mm serves.
-EXPANDED_ROWS = (8, 16, 32)
+# Rows of x beside int4 weights that become int8: few, which all kernels of expanded_mm serve, and more than a tile's.
+EXPANDED_ROWS = (7, 133)
 
 # Shapes to quantize, with columns around the lengths at which the kernels change.
 ARRAYS = ((3, 1), (5, 31), (3, 1000), (2, 28672), (1, 131075))
@@ -218,7 +218,7 @@ def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str |
         kind = dtype, "float32", bits, block, "int8" if zero_dtype == "int32" else zero_dtype
         choices = kernels.BlockScaledMmProblem(m, WEIGHT_N, WEIGHT_K, 1, *kind).choices(gpu)
         run = jax.jit(functools.partial(jax_qmm.block_scaled_mm, out_dtype=jnp.float32))
-        for words, out in _by_each(kernels, choices, lambda: run(x, w)):
+        for words, out in _by_each(*_of_weights(kernels, choices), lambda: run(x, w)):
             rounds = zero_dtype == "float32" or dtype == "float32" or "weights scaled" in words
             tolerance = (1.01 * unit * rounds + (WEIGHT_K + 16) * 2.0**-23) * size + 2.0**-23 * np.abs(want)
             wrong = int((~(np.abs(out - want) <= tolerance)).sum())
@@ -226,16 +226,21 @@ def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str |
             yield Result(name, _extension.as_compiled(kernels, words, gpu), shape, wrong)
 
 
-def _by_each(kernels, choices, run) -> Iterator[tuple[str, np.ndarray]]:
-    """What `run` gives by each of the choices of a BlockScaledMmProblem, with its words."""
-    # The one with the largest workspace comes first: its program serves all.
-    for words, _ in sorted(choices, key=lambda choice: -choice[1]):
-        kernels.restrict_block_scaled_mm(words)
+def _by_each(restrict, words, run) -> Iterator[tuple[str, np.ndarray]]:
+    """What `run` gives by each of these kernels in words, with its words; `restrict` leaves only one to choose from."""
+    for each in words:
+        restrict(each)
         try:
             out = np.asarray(run())
         finally:
-            kernels.restrict_block_scaled_mm("")
-        yield words, out
+            restrict("")
+        yield each, out
+
+
+def _of_weights(kernels, choices):
+    """What `_by_each` takes for the choices of a BlockScaledMmProblem."""
+    # The one with the largest workspace comes first: its program serves all.
+    return kernels.restrict_block_scaled_mm, [words for words, _ in sorted(choices, key=lambda choice: -choice[1])]
 
 
 def check_weight_only_conv(kernels, gpu, dtype: str, bits: int, zero_dtype: str | None) -> Iterator[Result]:
@@ -259,7 +264,7 @@ def check_weight_only_conv(kernels, gpu, dtype: str, bits: int, zero_dtype: str 
     run = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, *window, out_dtype=jnp.float32))
     kind = dtype, "float32", bits, WINDOW_BLOCK, "int8" if zero_dtype == "int32" else zero_dtype
     choices = kernels.BlockScaledMmProblem(want[..., 0].size, WINDOW_OUTPUTS, k, 1, *kind, windows=True).choices(gpu)
-    for words, out in _by_each(kernels, choices, lambda: run(x, w)):
+    for words, out in _by_each(*_of_weights(kernels, choices), lambda: run(x, w)):
         name = f"conv, {dtype}, int{bits} weights" + (f", {zero_dtype} zero points" if zero_dtype else "")
         wrong = int((~(np.abs(out - want) <= tolerance)).sum())
         yield Result(name, _extension.as_compiled(kernels, words, gpu), f"{IMAGES[-1]} to {WINDOW_OUTPUTS}", wrong)
@@ -274,20 +279,22 @@ def _convolved(x, w):
     return functools.reduce(np.add, terms)
 
 
-def check_expanded_mm(m: int) -> Iterator[Result]:
-    """Runs the kernel that serves m rows, with zero points and without; int32 must agree bit for bit."""
+def check_expanded_mm(kernels, gpu, m: int) -> Iterator[Result]:
+    """Runs every kernel that serves m rows, with zero points and without; int32 must agree bit for bit."""
     n, k, block = WEIGHT_N, 1056, 64  # the last block is short, as is the last turn of warps
     rng = np.random.default_rng(m)
     x, w = rng.integers(-128, 128, (m, k), np.int8), rng.integers(-8, 8, (n, k), np.int8)
     multiple, zero_point = (rng.integers(-8, 8, (n, -(-k // block)), np.int8) for _ in range(2))
+    choices = kernels.ExpandedMmProblem(m, n, k, 1, "int32").choices(gpu)
     for zeros in (None, zero_point):
-        run = jax.jit(functools.partial(expanded_mm, num_batch=0, block=block))
-        out = np.asarray(run(x, jnp.asarray(w, "int4"), multiple, zeros))
+        run = jax.jit(functools.partial(expanded_mm, block=block))
         spread = lambda leaf: np.repeat(leaf.astype("i"), block, 1)[:, :k]
         want = x.astype("i") @ ((w - (0 if zeros is None else spread(zeros))) * spread(multiple)).T
         op = "expanded_mm, int8 and int4" + ("" if zeros is None else ", zero points")
-        kernel = f"up to {next(rows for rows in EXPANDED_ROWS if m <= rows)} rows"
-        yield Result(op, kernel, f"M {m}, N {n}, K {k}, blocks of {block}", int((out != want).sum()))
+        of_int4 = x, jnp.asarray(w, "int4"), multiple, zeros
+        for words, out in _by_each(kernels.restrict_expanded_mm, choices, lambda: run(*of_int4)):
+            kernel = _extension.as_compiled(kernels, words, gpu)
+            yield Result(op, kernel, f"M {m}, N {n}, K {k}, blocks of {block}", int((out != want).sum()))
 
 
 def check_conv(kernels, gpu, channels: int, groups: int, out: int) -> Iterator[Result]:
@@ -317,12 +324,8 @@ def check_conv(kernels, gpu, channels: int, groups: int, out: int) -> Iterator[R
             want = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))(*on_cpu)
         run = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params))
         problem = (1, CONV_IMAGES, channels, out, groups, image, taps, pixels, *moves, dtype)
-        for words in kernels.ConvProblem(*problem).choices(gpu):
-            kernels.restrict_conv(words)
-            try:
-                got = np.asarray(run(lhs, rhs, given))
-            finally:
-                kernels.restrict_conv("")
+        choices = kernels.ConvProblem(*problem).choices(gpu)
+        for words, got in _by_each(kernels.restrict_conv, choices, lambda: run(lhs, rhs, given)):
             wrong = int((_bits(got) != _bits(np.asarray(want))).sum())
             shape = f"{channels} x {groups} channels to {out}"
             yield Result(f"conv, int8 to {dtype}", _extension.as_compiled(kernels, words, gpu), shape, wrong)
@@ -375,7 +378,7 @@ def run(kernels, gpu) -> tuple[list[Result], list[str]]:
         check = functools.partial(check_weight_only_conv, kernels, gpu, *kind)
         programs[f"conv {' '.join(map(str, kind))}"] = check
     for m in EXPANDED_ROWS:
-        programs[f"expanded_mm {m}"] = functools.partial(check_expanded_mm, m)
+        programs[f"expanded_mm {m}"] = functools.partial(check_expanded_mm, kernels, gpu, m)
     for sizes in CONVOLUTIONS:
         programs[f"conv {sizes}"] = functools.partial(check_conv, kernels, gpu, *sizes)
     for shape in ARRAYS:

@@ -30,13 +30,14 @@ class Extension:
         self.ScaledMmProblem = problem
         kernels_of_weights = types.SimpleNamespace(choices=lambda gpu: [("narrow", 0), ("wide", 64)])
         self.BlockScaledMmProblem = lambda *product: kernels_of_weights
-        self.ConvProblem = lambda *convolution: types.SimpleNamespace(choices=lambda gpu: ["narrow", "wide"])
+        two = types.SimpleNamespace(choices=lambda gpu: ["narrow", "wide"])
+        self.ConvProblem = self.ExpandedMmProblem = lambda *problem: two
         self.only = ""  # of these
 
     def restrict_block_scaled_mm(self, words):
         self.only = words
 
-    restrict_conv = restrict_block_scaled_mm
+    restrict_conv = restrict_expanded_mm = restrict_block_scaled_mm
 
     def compiled_for(self, capability):
         return capability
@@ -100,7 +101,7 @@ def test_every_kernel_runs_in_every_way(extension):
     convolutions = [result for result in results if result.op.startswith("conv")]
     assert [result.kernel for result in convolutions] == ["narrow", "wide"] * 2
     expanded = [result for result in results if result.op.startswith("expanded_mm")]
-    assert [result.kernel.split()[2] for result in expanded] == ["8", "8", "16", "16", "32", "32"]
+    assert [result.kernel for result in expanded] == ["narrow", "wide"] * 2 * len(selftest.EXPANDED_ROWS)
     assert len(results) - sum(map(len, (products, weights, convolutions, expanded))) == 3 * 3  # qtypes and scales
 
 
@@ -235,8 +236,11 @@ def test_the_kernels_pass_block_scaled_mm(dtype, bits, block, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_kernels_pass_expanded_mm():
-    assert [r for m in selftest.EXPANDED_ROWS for r in selftest.check_expanded_mm(m) if r.wrong] == []
+@pytest.mark.parametrize("m", selftest.EXPANDED_ROWS)
+def test_the_kernels_pass_expanded_mm(m):
+    kernels, _ = _extension._load()
+    results = [*selftest.check_expanded_mm(kernels, _extension.gpu(), m)]
+    assert results and [result for result in results if result.wrong] == []
 
 
 @pytest.mark.gpu

@@ -54,9 +54,9 @@ struct OfBlock {
   __device__ Expansion expansion() const { return {multiple, zero_point}; }
 };
 
-// Some rows of w on their way to a tile of int8 in shared memory, by some threads. A thread copies 16 bytes of every few
-// rows to where the first half of their 32 int8 will be, and makes those in place when the copies are there: nobody else
-// needs to know of either.
+// Some rows of w on their way to a tile of int8 in shared memory, by some threads. A thread copies 16 bytes of every
+// few rows to where the first half of their 32 int8 will be, and makes those in place when the copies are there: nobody
+// else needs to know of either.
 template <int TileN, int TileK, int Threads>
 class Expanding {
  public:

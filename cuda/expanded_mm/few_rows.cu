@@ -130,18 +130,18 @@ cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
 }
 
 template <int kEights>
-Instance instance(int most_rows) {
+Instance instance() {
   Instance i{"sm80 few rows " + std::to_string(8 * kEights) + "x16", prepare<kEights>, launch<kEights>};
-  i.most_rows = most_rows;
+  i.tile_m = 8 * kEights, i.few_rows = true;
   return i;
 }
 
 }  // namespace
 
 void add_few_rows(std::vector<Instance>& to) {
-  to.push_back(instance<1>(8));
-  to.push_back(instance<2>(16));
-  to.push_back(instance<4>(ExpandedMm::kFewRows));
+  to.push_back(instance<1>());
+  to.push_back(instance<2>());
+  to.push_back(instance<4>());
 }
 
 }  // namespace jax_qmm::expanded

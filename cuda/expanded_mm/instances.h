@@ -12,9 +12,10 @@ struct Instance {
   std::string words;
   cudaError_t (*prepare)(bool& fits);
   cudaError_t (*launch)(ExpandedMm const&, Submit const&);
-  int most_rows = 0;  // of a that it is for; 0 for any
-  // Of those for any.
-  int tile_m = 0, tile_n = 0, tile_k = 0, blocks_per_sm = 0;
+  int tile_m = 0;
+  bool few_rows = false;  // serves up to kFewRows
+  // Of those for any number of rows.
+  int tile_n = 0, tile_k = 0, blocks_per_sm = 0;
   int shared_bytes = 0;
   bool wgmma = false;  // of Hopper alone
 };

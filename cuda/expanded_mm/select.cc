@@ -37,7 +37,7 @@ bool runs_on(Gpu const& gpu, int instance) {
 }
 
 bool serves(Instance const& i, ExpandedMm const& p) {
-  return (i.most_rows == 0 || p.m <= i.most_rows) && (!i.wgmma || p.k > 0);  // TMA has no empty rows
+  return (!i.few_rows || p.m <= p.kFewRows) && (!i.wgmma || p.k > 0);  // TMA has no empty rows
 }
 
 // Seconds, as predicted from the description of the GPU. The constants are those of convolutions, which have the same
@@ -46,7 +46,8 @@ double estimate_time(Instance const& i, ExpandedMm const& p, Gpu const& gpu) {
   constexpr double kMake = 1.8 / 128;  // cycles of an SM for the instructions that make an int8
   constexpr double kL2 = 37;           // bytes of L2 that an SM gets in a cycle
   double const launch = i.wgmma ? 8300 : 8.7e-6 * gpu.clock, rate = i.wgmma ? 0.75 : gpu.arch == 90 ? 0.62 : 1;
-  double const stage = i.wgmma ? 650 : 270, output = 0.9;  // cycles: of a stage at least, or beside its work; of an output
+  double const stage = i.wgmma ? 650 : 270,
+               output = 0.9;  // cycles: of a stage at least, or beside its work; of an output
   double const tiles = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch;
   double const waves = std::ceil(tiles / (gpu.sm_count * i.blocks_per_sm));
   double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(tiles / gpu.sm_count));
@@ -76,8 +77,12 @@ std::vector<int> expanded_mm_choices(ExpandedMm const& p, Gpu const& gpu) {
 std::optional<int> select_expanded_mm(ExpandedMm const& p, Gpu const& gpu) {
   std::vector<int> const choices = expanded_mm_choices(p, gpu);
   if (choices.empty()) return std::nullopt;
-  // Those for few rows come first in the table, the fewest before the others.
-  if (instances()[choices[0]].most_rows > 0) return choices[0];
+  // Of those for few rows the smallest tile that has all of them, or the largest.
+  std::optional<int> few;
+  for (int const i : choices) {
+    if (instances()[i].few_rows && (!few || instances()[*few].tile_m < p.m)) few = i;
+  }
+  if (few) return few;
   auto const time = [&](int i) { return estimate_time(instances()[i], p, gpu); };
   return *std::min_element(choices.begin(), choices.end(), [&](int i, int j) { return time(i) < time(j); });
 }

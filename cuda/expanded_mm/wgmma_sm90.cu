@@ -40,7 +40,8 @@ struct Config {
   static constexpr int kPitch = TileN + 8;  // of sums on their way out: stores of fragments hit distinct banks
   static constexpr int kTermsBytes = (kTileM + TileN) * sizeof(Terms<true, Value>);
   static constexpr int kStages = std::min(8, (227 * 1024 - 1024 - kTermsBytes) / (kBytesA + kBytesB));
-  static constexpr int kAhead = kStages - 2;  // steps from a copy to its int8, of which two are ready for the math warps
+  static constexpr int kAhead =
+      kStages - 2;  // steps from a copy to its int8, of which two are ready for the math warps
   struct Shared {
     alignas(1024) uint8_t a[kStages][kBytesA];
     alignas(1024) uint8_t b[kStages][kBytesB];
@@ -163,8 +164,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     *reinterpret_cast<int2*>(&sums[row * C::kPitch + column]) = make_int2(acc(i), acc(i + 1));
   }
   asm volatile("bar.sync 1, %0;" ::"n"(kMathThreads) : "memory");
-  write_rows<C, kMathThreads>(p, p.epilogue.output.at(l), shared, sums, 1, kTileM, 0, tile_m, l, first_m, first_n,
-                              p.n);
+  write_rows<C, kMathThreads>(p, p.epilogue.output.at(l), shared, sums, 1, kTileM, 0, tile_m, l, first_m, first_n, p.n);
 }
 
 template <class C>

@@ -8,8 +8,8 @@ namespace jax_qmm {
 
 template <class C, int kThreads, class Bits, class Params>
 __device__ void write_rows_of(Params const& p, FullOutput const& output, typename C::Shared const& shared,
-                           int32_t const* partial, int parts, int rows_of_part, int first_row, int rows, int l,
-                           int first_m, int first_n, int end_n) {
+                              int32_t const* partial, int parts, int rows_of_part, int first_row, int rows, int l,
+                              int first_m, int first_n, int end_n) {
   constexpr int kEach = 4, kAcross = C::kTileN / kEach, kDown = kThreads / kAcross;
   int const column = threadIdx.x % kAcross * kEach, n = first_n + column;
   if (threadIdx.x >= kAcross * kDown || n >= end_n) return;

@@ -1,9 +1,9 @@
 """A product of labelled operands of which one is int4, as `W4A8` makes it, and the other of 8 bits.
 
 Beside int8 it needs a `scale_step`: its values times the multiples of their blocks are int8, with one scale for all
-that is contracted. expanded_mm's kernels make them on the way to the tensor cores, where they take such blocks and x is
-float; else XLA does, once at each call, in a jit named "jax_qmm_expanded", so that `explain` can tell. Beside float8 XLA
-makes float8 of the values, and the scales of blocks stay; few rows of float8 are for widened_dot.
+that is contracted. Where x is float, expanded_mm's kernels make them on the way to the tensor cores, if they take such
+blocks; else XLA does, once at each call, in a jit named "jax_qmm_expanded", so that `explain` can tell. Beside float8
+XLA makes float8 of the values, and the scales of blocks stay; few rows of float8 are for widened_dot.
 """
 
 import functools

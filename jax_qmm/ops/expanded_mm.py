@@ -23,7 +23,9 @@ def serves_blocks(k: int, block: int) -> bool:
     return k % COLUMNS == 0 and (block % COLUMNS == 0 or block >= k)
 
 
-def expanded_mm(x, w, multiple, zero_point=None, *, num_batch=0, block, out_dtype=jnp.int32, out_sharding=None, **vectors):
+def expanded_mm(
+    x, w, multiple, zero_point=None, *, num_batch=0, block, out_dtype=jnp.int32, out_sharding=None, **vectors
+):
     """`reference.expanded_mm`, by a kernel where there is one."""
     optional = {"zero_point": zero_point, **vectors}
     optional = {name: leaf for name, leaf in optional.items() if leaf is not None}

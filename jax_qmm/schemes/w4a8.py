@@ -23,9 +23,8 @@ class W4A8(WeightInBlocks):
 
     Beside int8 weights have two levels of scales: one for each output channel, and for each block of `tile_size` a
     small integer by which its values are multiplied. These products are int8, exactly, so that a product is that of
-    `W8A8` with one scale per channel. For up to 64 rows of activations a kernel makes int8 of weights on the way to the
-    tensor cores, where blocks and all that is contracted are multiples of 32; else each call makes int8 of all weights
-    first, which `explain` shows.
+    `W8A8` with one scale per channel. Kernels make int8 of weights on the way to the tensor cores, where blocks and all
+    that is contracted are multiples of 32; else each call makes int8 of all weights first, which `explain` shows.
 
     Beside float8_e4m3fn, which has the values of int4 less their zero points exactly, blocks keep float scales, and
     weights are packed, as those of `W4A16`. Up to 64 rows of activations become float16, exactly, for the kernels of

@@ -39,7 +39,7 @@ def expanded(q):
         ("bk,kn->bn", (3, 100), (100, 8), (0,), False),
         ("k,kn->n", (96,), (96, 8), (0,), True),
         ("abk,hdk->hbda", (2, 32, 96), (4, 8, 96), (2,), True),
-        ("abk,hdk->hbda", (5, 13, 96), (4, 8, 96), (2,), False),
+        ("abk,hdk->hbda", (5, 13, 96), (4, 8, 96), (2,), True),
         ("gbk,gkn->gbn", (2, 3, 96), (2, 96, 8), (1,), True),
         ("bhd,hdn->bn", (3, 2, 64), (2, 64, 8), (0, 1), True),
         ("bhd,hdn->bn", (3, 5, 16), (5, 16, 8), (0, 1), False),
@@ -64,13 +64,13 @@ def test_is_the_int8_product_with_one_scale_per_channel(scheme, equation, shape,
 
 @schemes
 @pytest.mark.parametrize("bias", [(16,), (1, 16), (65, 1), ()], ids=str)
-def test_few_rows_get_the_same_results_as_many(scheme, bias):
-    """Bit for bit, with a bias along columns or rows, though one kernel has the epilogue and XLA that of the other."""
+def test_is_the_product_of_two_qarrays_bit_for_bit(scheme, bias):
+    """With a bias along columns or rows; where x is a QArray, XLA expands and scaled_mm multiplies."""
     x, w, bias = normal(65, 96), weight(scheme, 96, 16), normal(*bias, seed=2)
-    options = {"scheme": scheme, "preferred_element_type": jnp.bfloat16}
-    dot = jax.jit(lambda x, w, bias: jax_qmm.matmul(x, w, bias=bias, **options))
-    few = dot(x[:7], w, bias[:7] if bias.shape[:1] == (65,) else bias)
-    np.testing.assert_array_equal(few, dot(x, w, bias)[:7])
+    dot = jax.jit(jax_qmm.matmul, static_argnames=("preferred_element_type", "scheme"))
+    options = {"bias": bias, "preferred_element_type": jnp.bfloat16}
+    want = dot(W8A8().quantize_activation(jnp.asarray(x), 1), w, **options)
+    np.testing.assert_array_equal(dot(x, w, scheme=scheme, **options), want)
 
 
 @schemes

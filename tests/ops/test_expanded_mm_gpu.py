@@ -1,7 +1,8 @@
-"""expanded_mm's kernel against numpy, bit for bit, and the products that it serves."""
+"""expanded_mm's kernels against numpy, bit for bit, and the products that they serve."""
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -10,6 +11,11 @@ from jax_qmm import W4A8, _extension
 from jax_qmm.ops.expanded_mm import expanded_mm
 
 pytestmark = pytest.mark.gpu
+KERNELS = (
+    *("sm80 few rows 8x16", "sm80 few rows 16x16", "sm80 few rows 32x16"),
+    *("sm80 multistage 64x64x64", "sm80 multistage 64x64x128", "sm80 multistage 128x128x64"),
+    *("sm90 wgmma 128x128x128", "sm90 wgmma 128x256x128"),
+)
 
 
 def operands(batch, m, n, k, block, zero_points, seed=0):
@@ -30,10 +36,23 @@ def expected(x, w, multiple, zero_point, block):
     return x.astype(np.int64) @ values.swapaxes(-1, -2)
 
 
-def run(x, w, multiple, zero_point, block, num_batch=1):
-    f = jax.jit(lambda *leaves: expanded_mm(*leaves, num_batch=num_batch, block=block))
+def run(x, w, multiple, zero_point, block, **options):
+    f = jax.jit(
+        lambda *leaves, **options: expanded_mm(*leaves, num_batch=1, block=block, **options),
+        static_argnames="out_dtype",
+    )
     leaves = jnp.asarray(x), jnp.asarray(w, jnp.int4), jnp.asarray(multiple)
-    return np.asarray(f(*leaves, None if zero_point is None else jnp.asarray(zero_point)))
+    return np.asarray(f(*leaves, None if zero_point is None else jnp.asarray(zero_point), **options))
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request, extension):
+    """Has every product take this kernel, where the GPU has it."""
+    if request.param not in extension.ExpandedMmProblem(1, 1, 32, 1, "int32").choices(_extension.gpu()):
+        pytest.skip("not a kernel of this GPU")
+    extension.restrict_expanded_mm(request.param)
+    yield request.param
+    extension.restrict_expanded_mm("")
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -41,20 +60,49 @@ def run(x, w, multiple, zero_point, block, num_batch=1):
     "batch, m, n, k, block",
     [
         (1, 1, 1, 32, 32),
-        (1, 5, 17, 96, 32),  # a warp has three of its four threads' columns
-        (1, 8, 16, 1024, 128),  # a turn of all warps
+        (1, 5, 17, 96, 32),  # a warp of few rows has three of its four threads' columns
+        (1, 8, 16, 1024, 128),  # a turn of all warps, and so many steps that every stage is filled again
         (1, 9, 33, 1056, 64),  # and a short one
         (2, 16, 31, 320, 256),  # the last block is short
         (1, 17, 40, 224, 96),
         (3, 33, 16, 128, 128),  # two tiles of x
     ],
 )
-def test_shapes(batch, m, n, k, block, zero_points):
+def test_shapes(kernel, batch, m, n, k, block, zero_points):
     values = operands(batch, m, n, k, block, zero_points)
     np.testing.assert_array_equal(run(*values, block), expected(*values, block))
 
 
-def test_every_value_of_every_block():
+@pytest.mark.parametrize("m, n", [(130, 70), (67, 261), (257, 33)])
+def test_many_rows(kernel, m, n):
+    if "few rows" in kernel:
+        pytest.skip("serves up to 64 rows")
+    values = operands(1, m, n, 416, 64, True)
+    np.testing.assert_array_equal(run(*values, 64), expected(*values, 64))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("n", [9, 48])  # rows of the result that begin at whole stores, or don't
+@pytest.mark.parametrize("given", [("scale_a", "scale_b", "bias"), ("scale_b",), ()])
+def test_epilogue(kernel, oracle, given, n, dtype):
+    m, k = 5, 64
+    values, rng = operands(2, m, n, k, 32, True), np.random.default_rng(1)
+    vectors = {
+        "scale_a": rng.uniform(0.001, 0.02, (2, m)).astype(np.float32),
+        "scale_b": rng.uniform(-0.02, 0.02, (2, n)).astype(ml_dtypes.bfloat16),
+        "bias": rng.normal(size=(1, n)).astype(np.float32),
+    }
+    vectors = {name: vectors[name] for name in given}
+    got = run(*values, 32, out_dtype=np.dtype(dtype).name, **{name: jnp.asarray(v) for name, v in vectors.items()})
+    sums = expected(*values, 32).astype(np.int32)
+    for i in range(2):
+        of = {"scale_a": np.float32(1), "scale_b": np.float32(1)}
+        of |= {name: vector[min(i, len(vector) - 1)] for name, vector in vectors.items()}
+        want = oracle.epilogue(sums[i], **of, out_dtype=dtype)
+        np.testing.assert_array_equal(got[i].view(f"u{got.itemsize}"), want.view(f"u{want.itemsize}"))
+
+
+def test_every_value_of_every_block(kernel):
     """All that (w - zero_point) * multiple can be, in neighbours of either extreme: no byte borrows from another."""
     zero_point, multiple = (leaf.ravel() for leaf in np.mgrid[-8:8, -15:16])
     fits = np.maximum(7 - zero_point, zero_point + 8) * abs(multiple) <= 127
@@ -64,7 +112,7 @@ def test_every_value_of_every_block():
     np.testing.assert_array_equal(run(x, w, multiple, zero_point, 64), expected(x, w, multiple, zero_point, 64))
 
 
-def test_one_weight_of_several_batches():
+def test_one_weight_of_several_batches(kernel):
     x, *_ = operands(3, 4, 16, 64, 32, True)
     _, *of_w = operands(1, 4, 16, 64, 32, True)
     np.testing.assert_array_equal(run(x, *of_w, 32), expected(x, *of_w, 32))
@@ -80,6 +128,7 @@ def test_one_weight_of_several_batches():
         ("bhd,hdn->bn", (3, 2, 64), (2, 64, 8), (0, 1)),
         ("bk,kn->bn", (40, 96), (96, 24), (0,)),
         ("bk,kn->bn", (65, 96), (96, 24), (0,)),
+        ("bk,kn->bn", (300, 160), (160, 136), (0,)),
         ("bk,kn->bn", (3, 100), (100, 24), (0,)),
     ],
 )
