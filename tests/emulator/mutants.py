@@ -32,6 +32,7 @@ SUMS = "tests/ops/test_quantize_gpu.py::test_sums_of_what_shares_a_scale[float32
 ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
 BLOCKS = "tests/ops/test_block_scaled_mm_gpu.py::{}"
 BOTH_SIDES = "tests/ops/test_block_quantized_mm_gpu.py::{}"
+EXPANDED = "tests/ops/test_expanded_mm_gpu.py::{}"
 CONVS = "tests/ops/test_conv_gpu.py::{}"
 TESTS = {
     "block scaled": [
@@ -75,6 +76,10 @@ TESTS = {
         CONVS.format("test_parts_of_k[channels of several stages-wgmma 128x64x128 split-K 4]"),
     ],
     "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 144)],
+    "expanded": [
+        EXPANDED.format(f"test_shapes[{name}-1-9-33-1056-64-True]")
+        for name in ("sm80 multistage 64x64x128", "sm90 wgmma 128x128x128", "sm90 wgmma 128x256x128")
+    ],
     "gemm": [CHOICES.format((130, 1544, 272)), CHOICES.format((333, 392, 2064))],
 }
 
@@ -98,7 +103,9 @@ GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "ski
 QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "conv/implicit_gemm.cu"
 WINDOWS, DEPTHWISE = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise"))
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
+WRITE_ROWS = "scaled_mm/write_rows.cuh"
 ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cu"
+EXPANSION, EXPANDED_WGMMA = "expanded_mm/expansion.cuh", "expanded_mm/wgmma_sm90.cu"
 WGMMA_OF_BLOCKS = "block_quantized_mm/wgmma_sm90.cuh"
 BLOCK_SCALED, BLOCK_STEP, BLOCK_SOURCES, DEQUANTIZE, DIRECT = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "step", "sources", "dequantize", "direct")
@@ -216,8 +223,8 @@ MUTANTS = [
     Mutant(
         "multistage: a copy too few is waited for",
         MAIN_LOOP,
-        "          wait_for_copies<C::kStages - 2>();",
-        "          wait_for_copies<C::kStages - 1>();",
+        "          wait_for_copies<C::kStages - 2>();\n          __syncthreads();",
+        "          wait_for_copies<C::kStages - 1>();\n          __syncthreads();",
     ),
     Mutant("multistage: terms replace stages that are written to", MAIN_LOOP, "    wait_for_copies<0>();\n"),
     Mutant(
@@ -284,7 +291,7 @@ MUTANTS = [
         "conv by wgmma: a stage released while it is multiplied", WINDOWS, "shared.empty[before]", "shared.empty[stage]"
     ),
     Mutant("conv by wgmma: shared weights of the first rows", WINDOWS, "first_n + first_b, entry", "first_n, entry"),
-    Mutant("conv by wgmma: sums of one part", WINDOWS, "part < parts; ++part", "part < 1; ++part"),
+    Mutant("conv by wgmma: sums of one part", WRITE_ROWS, "part < parts; ++part", "part < 1; ++part"),
     Mutant(
         "blocks by wgmma: no wait for loads",
         WGMMA_OF_BLOCKS,
@@ -402,6 +409,27 @@ MUTANTS = [
         "one tile: no fence of the mbarriers' initialization", ONE_TILE, "      cutlass::arch::fence_barrier_init();\n"
     ),
     Mutant("one tile: no fence of wgmma", ONE_TILE, "      warpgroup_arrive();\n"),
+    Mutant(
+        "expanded: rows beyond N", EXPANSION, "min(first_n_ + i * kRowsAtOnce, n_ - 1)", "first_n_ + i * kRowsAtOnce"
+    ),
+    Mutant("expanded: more of K than there is", EXPANSION, "chunk_ < k_;", "chunk_ <= k_;"),
+    Mutant("expanded: blocks of the step before", EXPANSION, "load_blocks(k_begin + TileK)", "load_blocks(k_begin)"),
+    Mutant("expanded: odd columns first", EXPANSION, "0x5140", "0x1504"),
+    Mutant(
+        "expanded: copies that become int8 are not waited for",
+        MAIN_LOOP,
+        "wait_for_copies<C::kStages - 2>();  // of",
+        "// of",
+    ),
+    Mutant("expanded: a copy too few is waited for", EXPANDED_WGMMA, "<C::kAhead>();", "<C::kAhead + 1>();"),
+    Mutant("expanded: no fence of int8", EXPANDED_WGMMA, "      cutlass::arch::fence_view_async_shared();\n"),
+    Mutant("expanded: a warp's int8 is not waited for", EXPANDED_WGMMA, "      __syncwarp();\n"),
+    Mutant(
+        "expanded: stages are filled while they are read",
+        EXPANDED_WGMMA,
+        "if (turn > 0) Empty::wait",
+        "if (false) Empty::wait",
+    ),
     Mutant("gemm: one value too many of a vector", EPILOGUE, "i + thread, end - 1);", "i + thread, end);"),
     Mutant(
         "gemm: more values stored than shared memory has room for",
