@@ -412,7 +412,6 @@ MUTANTS = [
     Mutant(
         "expanded: rows beyond N", EXPANSION, "min(first_n_ + i * kRowsAtOnce, n_ - 1)", "first_n_ + i * kRowsAtOnce"
     ),
-    Mutant("expanded: more of K than there is", EXPANSION, "chunk_ < k_;", "chunk_ <= k_;"),
     Mutant("expanded: blocks of the step before", EXPANSION, "load_blocks(k_begin + TileK)", "load_blocks(k_begin)"),
     Mutant("expanded: odd columns first", EXPANSION, "0x5140", "0x1504"),
     Mutant(
@@ -423,7 +422,6 @@ MUTANTS = [
     ),
     Mutant("expanded: a copy too few is waited for", EXPANDED_WGMMA, "<C::kAhead>();", "<C::kAhead + 1>();"),
     Mutant("expanded: no fence of int8", EXPANDED_WGMMA, "      cutlass::arch::fence_view_async_shared();\n"),
-    Mutant("expanded: a warp's int8 is not waited for", EXPANDED_WGMMA, "      __syncwarp();\n"),
     Mutant(
         "expanded: stages are filled while they are read",
         EXPANDED_WGMMA,
