@@ -41,6 +41,7 @@ constexpr int kMathWarps = 8, kMathThreads = 32 * kMathWarps, kThreads = kMathTh
 template <int TileM, int TileN, int TileK, int BlocksPerSm>
 struct Config {
   static constexpr int kTileM = TileM, kTileN = TileN, kTileK = TileK, kBlocksPerSm = BlocksPerSm;
+  static constexpr bool kFull = true;
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<int8_t, int8_t, int32_t, cute::Shape<cute::_64, cute::Int<TileN>, cute::_32>>(),
       cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));

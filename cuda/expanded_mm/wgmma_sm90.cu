@@ -36,16 +36,17 @@ struct Config {
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<int8_t, int8_t, int32_t, cute::Shape<cute::_64, cute::Int<TileN>, cute::_32>>(),
       cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
+  static constexpr bool kFull = false;  // of the epilogue
   static constexpr int kTileN = TileN, kBytesA = kTileM * kTileK, kBytesB = TileN * kTileK;
   static constexpr int kPitch = TileN + 8;  // of sums on their way out: stores of fragments hit distinct banks
-  static constexpr int kTermsBytes = (kTileM + TileN) * sizeof(Terms<true, Value>);
+  static constexpr int kTermsBytes = (kTileM + TileN) * sizeof(Terms<kFull, Value>);
   static constexpr int kStages = std::min(8, (227 * 1024 - 1024 - kTermsBytes) / (kBytesA + kBytesB));
   static constexpr int kAhead =
       kStages - 2;  // steps from a copy to its int8, of which two are ready for the math warps
   struct Shared {
     alignas(1024) uint8_t a[kStages][kBytesA];
     alignas(1024) uint8_t b[kStages][kBytesB];
-    Terms<true, Value> rows[kTileM], columns[TileN];
+    Terms<kFull, Value> rows[kTileM], columns[TileN];
     uint64_t full[kStages], empty[kStages];
   };
   static_assert(kStages >= 4);
@@ -61,7 +62,7 @@ struct Params {
   bool stores_whole;  // whether rows of the output start at whole stores
   int64_t w_batch_stride, out_batch_stride;
   Blocks blocks;
-  EpilogueArgs<true> epilogue;
+  EpilogueArgs<false> epilogue;
 };
 
 template <class C>
@@ -201,7 +202,7 @@ cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
                       p.b_batch_stride / 2,
                       p.out_batch_stride,
                       Blocks(p),
-                      epilogue_args<true>(p)};
+                      epilogue_args<false>(p)};
   unsigned const blocks = unsigned(params.tiles_m) * params.tiles_n * unsigned(p.batch);
   return jax_qmm::launch(submit, shape_of<C>(blocks), wgmma_kernel<C>, params, boxes);
 }

@@ -6,18 +6,19 @@
 
 namespace jax_qmm {
 
-template <class C, int kThreads, class Bits, class Params>
-__device__ void write_rows_of(Params const& p, FullOutput const& output, typename C::Shared const& shared,
+template <class C, int kThreads, class Bits, class Params, class Output>
+__device__ void write_rows_of(Params const& p, Output const& output, typename C::Shared const& shared,
                               int32_t const* partial, int parts, int rows_of_part, int first_row, int rows, int l,
                               int first_m, int first_n, int end_n) {
   constexpr int kEach = 4, kAcross = C::kTileN / kEach, kDown = kThreads / kAcross;
   int const column = threadIdx.x % kAcross * kEach, n = first_n + column;
   if (threadIdx.x >= kAcross * kDown || n >= end_n) return;
-  Terms<true, Value> of_columns[kEach];
+  constexpr int kAtOnce = C::kFull ? 2 : 4;  // what waits for shared memory, as far as there are registers
+  Terms<C::kFull, Value> of_columns[kEach];
 #pragma unroll
   for (int j = 0; j < kEach; ++j) of_columns[j] = shared.columns[column + j];
   Bits* to = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + n;
-#pragma unroll 2
+#pragma unroll kAtOnce
   for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
     int32_t sums[kEach] = {};
     float values[kEach];
@@ -50,23 +51,20 @@ __device__ void write_rows_of(Params const& p, FullOutput const& output, typenam
 }
 
 // Adds up what all parts of K have of some rows of the tile, applies the terms, and writes them; by `kThreads` threads,
-// the first of the block. `C` has the tile's columns and the pitch of the sums, `shared` the terms.
-template <class C, int kThreads, class Params>
-__device__ void write_rows(Params const& p, FullOutput const& output, typename C::Shared const& shared,
+// the first of the block. `C` has the tile's columns, the pitch of the sums, and whether the epilogue is the full one;
+// `shared` has the terms.
+template <class C, int kThreads, class Params, class Output>
+__device__ void write_rows(Params const& p, Output const& output, typename C::Shared const& shared,
                            int32_t const* partial, int parts, int rows_of_part, int first_row, int rows, int l,
                            int first_m, int first_n, int end_n) {
   auto const write = [&](auto bits) {
     write_rows_of<C, kThreads, decltype(bits)>(p, output, shared, partial, parts, rows_of_part, first_row, rows, l,
                                                first_m, first_n, end_n);
   };
-  switch (bytes_of(output.dtype)) {
-    case 1:
-      return write(BitsOf<1>());
-    case 2:
-      return write(BitsOf<2>());
-    default:
-      return write(BitsOf<4>());
+  if constexpr (C::kFull) {
+    if (bytes_of(output.dtype) == 1) return write(BitsOf<1>());
   }
+  bytes_of(output.dtype) == 2 ? write(BitsOf<2>()) : write(BitsOf<4>());
 }
 
 }  // namespace jax_qmm
