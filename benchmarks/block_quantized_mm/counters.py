@@ -1,4 +1,4 @@
-"""What the emulator counts of block_scaled_mm of two QArrays, and what time 4096 x 4096 x 4096 takes at least by it.
+"""What the emulator counts of products of 8 bits in blocks, and what time 4096 x 4096 x 4096 takes at least by it.
 
 python tests/emulator/build.py
 EMU_CC=80 python benchmarks/block_quantized_mm/counters.py   # as an A100; without EMU_CC as an H200
@@ -19,7 +19,7 @@ GPUS = {
     "90": ("NVIDIA H200", 132, 132 * 4 * 1.98e9, 1979e12, 4.8e12),
     "80": ("NVIDIA A100-SXM4-80GB", 108, 108 * 4 * 1.41e9, 624e12, 2.04e12),
 }
-# dtype, block, zero points of x
+# dtype (int4: of w, beside int8 that W4A8 makes of x), block, zero points of x
 KINDS = (
     ("int8", 128, 0),
     ("float8_e4m3fn", 128, 0),
@@ -27,6 +27,7 @@ KINDS = (
     ("int8", 256, 0),
     ("int8", 64, 0),
     ("int8", 32, 0),
+    ("int4", 128, 0),
 )
 
 
@@ -42,10 +43,19 @@ def run(arch, dtype, block, zero_points):
     import jax_qmm
 
     name, sms, *_ = GPUS[arch]
+    gpu, groups = kernels.Gpu(name, sms, int(arch)), (PART, SIZE // block)
+    if dtype == "int4":
+        from jax_qmm.ops.expanded_mm import expanded_mm
+
+        words = kernels.ExpandedMmProblem(SIZE, SIZE, SIZE, 1, "bfloat16").select(gpu)
+        kernels.restrict_expanded_mm(words)
+        operands = jnp.ones((PART, SIZE), "int8"), jnp.ones((PART, SIZE), "int4"), jnp.ones(groups, "int8")
+        scales = {"scale_a": jnp.ones(PART), "scale_b": jnp.ones(PART)}
+        expanded_mm(*operands, block=block, out_dtype=jnp.bfloat16, **scales).block_until_ready()
+        return print(words)
     problem = kernels.BlockQuantizedMmProblem(SIZE, SIZE, SIZE, 1, dtype, "bfloat16", block, bool(zero_points))
-    words = problem.select(kernels.Gpu(name, sms, int(arch)))
+    words = problem.select(gpu)
     kernels.restrict_block_quantized_mm(words)
-    groups = PART, SIZE // block
     ones = jnp.ones((PART, SIZE), dtype), jnp.ones(groups)
     x = jax_qmm.QArray(*ones, jnp.ones(groups, jnp.int32) if zero_points else None, tile_size=block)
     w = jax_qmm.QArray(*ones, azp_adj=jnp.full(groups, block, jnp.int32), tile_size=block)
@@ -67,8 +77,10 @@ def main():
             (launch,) = json.loads(Path(stats.name).read_text())
         dtype, block, zero_points = kind
         nbytes = 2 * SIZE**2 * (1 + 4 / block * (1 + zero_points)) + 2 * SIZE**2  # values with their terms, the result
+        if dtype == "int4":
+            nbytes = SIZE**2 * (1 + 1 / 2 + 1 / block) + 2 * SIZE**2
         parts, ideal = (SIZE / PART) ** 2, launch["shared_wavefronts_ideal"]
-        as_16_bits = arch == "80" and dtype != "int8"  # which takes the tensor cores twice as long
+        as_16_bits = arch == "80" and dtype == "float8_e4m3fn"  # which takes the tensor cores twice as long
         work = parts * launch["warp_instructions"], 2 * SIZE**3 * (1 + as_16_bits), nbytes
         times = [f"{1e6 * each / rate:.0f}" for each, rate in zip(work, rates)]
         cells = f"{dtype}, blocks of {block}{', zero points' * zero_points}", done.stdout.splitlines()[-1]
