@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "block_quantized_mm/instances.h"
-#include "core/prepare.h"
 #include "core/prepared_kernels.h"
 
 namespace jax_qmm {
@@ -121,16 +120,7 @@ std::string describe_block_quantized_mm(int instance) {
          (i.longest == 32 ? " scaled each 32" : " scaled by block") + (i.zero_points ? " zero points" : "");
 }
 
-cudaError_t prepare_block_quantized_mm() {
-  static OncePerDevice once;
-  return once([] {
-    Gpu const* gpu;
-    if (cudaError_t const error = current_gpu(gpu)) return error;
-    return prepared.prepare(*gpu, int(instances().size()), [&](int i, bool& fits) {
-      return runs_on(*gpu, i) ? instances()[i].prepare(fits) : cudaSuccess;
-    });
-  });
-}
+cudaError_t prepare_block_quantized_mm() { return prepared.prepare(instances(), runs_on); }
 
 cudaError_t launch_block_quantized_mm(BlockQuantizedMm const& p, int instance, Submit const& submit) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return cudaSuccess;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "conv/conv.h"
+#include "core/words.h"
 
 namespace jax_qmm::conv {
 
@@ -19,10 +20,6 @@ struct Instance {
   bool wgmma = false;        // of Hopper alone
   int share = 1, parts = 1;  // blocks of a cluster that share weights, or K
 };
-
-inline std::string words_of_tile(int m, int n, int k) {
-  return std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
-}
 
 // In a source for each.
 void add_implicit_gemm(std::vector<Instance>& to);

@@ -5,7 +5,6 @@
 
 #include "conv/instances.h"
 #include "core/archs.h"
-#include "core/prepare.h"
 #include "core/prepared_kernels.h"
 
 namespace jax_qmm {
@@ -112,16 +111,7 @@ void restrict_conv(std::string words) { wanted() = std::move(words); }
 
 std::string describe_conv(int instance) { return instances().at(instance).words; }
 
-cudaError_t prepare_conv() {
-  static OncePerDevice once;
-  return once([] {
-    Gpu const* gpu;
-    if (cudaError_t const error = current_gpu(gpu)) return error;
-    return prepared.prepare(*gpu, int(instances().size()), [&](int i, bool& fits) {
-      return runs_on(*gpu, i) ? instances()[i].prepare(fits) : cudaSuccess;
-    });
-  });
-}
+cudaError_t prepare_conv() { return prepared.prepare(instances(), runs_on); }
 
 cudaError_t launch_conv(Conv const& p, int instance, Submit const& submit) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return cudaSuccess;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/gpu.h"
+#include "core/prepare.h"
 
 namespace jax_qmm {
 
@@ -35,7 +36,19 @@ class PreparedKernels {
     return cudaSuccess;
   }
 
+  // Prepares those of a table that `runs_on(gpu, i)` says the current device runs, if that has not been done.
+  template <class Instance, class RunsOn>
+  cudaError_t prepare(std::vector<Instance> const& table, RunsOn runs_on) {
+    return once_([&] {
+      Gpu const* gpu;
+      if (cudaError_t const error = current_gpu(gpu)) return error;
+      return prepare(*gpu, int(table.size()),
+                     [&](int i, bool& fits) { return runs_on(*gpu, i) ? table[i].prepare(fits) : cudaSuccess; });
+    });
+  }
+
  private:
+  OncePerDevice once_;
   mutable std::shared_mutex mutex_;
   std::map<int, std::vector<bool>> of_device_;
 };

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/words.h"
 #include "expanded_mm/expanded_mm.h"
 
 namespace jax_qmm::expanded {
@@ -19,10 +20,6 @@ struct Instance {
   int shared_bytes = 0;
   bool wgmma = false;  // of Hopper alone
 };
-
-inline std::string words_of_tile(int m, int n, int k) {
-  return std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
-}
 
 // In a source for each.
 void add_few_rows(std::vector<Instance>& to);

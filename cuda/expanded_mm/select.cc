@@ -3,7 +3,6 @@
 #include <cmath>
 #include <utility>
 
-#include "core/prepare.h"
 #include "core/prepared_kernels.h"
 #include "expanded_mm/instances.h"
 
@@ -91,16 +90,7 @@ void restrict_expanded_mm(std::string words) { wanted() = std::move(words); }
 
 std::string describe_expanded_mm(int instance) { return instances().at(instance).words; }
 
-cudaError_t prepare_expanded_mm() {
-  static OncePerDevice once;
-  return once([] {
-    Gpu const* gpu;
-    if (cudaError_t const error = current_gpu(gpu)) return error;
-    return prepared.prepare(*gpu, int(instances().size()), [&](int i, bool& fits) {
-      return runs_on(*gpu, i) ? instances()[i].prepare(fits) : cudaSuccess;
-    });
-  });
-}
+cudaError_t prepare_expanded_mm() { return prepared.prepare(instances(), runs_on); }
 
 cudaError_t launch_expanded_mm(ExpandedMm const& p, int instance, Submit const& submit) {
   if (p.batch == 0 || p.m == 0 || p.n == 0) return cudaSuccess;

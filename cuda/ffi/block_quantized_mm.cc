@@ -44,12 +44,7 @@ constexpr NamedBlocks of_b(char const* name, InBlocks::Vector InBlocks::* to, bo
   return {name, static_cast<int BlockQuantizedMm::*>(&BlockQuantizedMm::n), &BlockQuantizedMm::of_b, to, may_share};
 }
 
-struct Optional {
-  char const* name;
-  ffi::Error (*read)(ffi::AnyBuffer const& buffer, BlockQuantizedMm& problem);
-};
-
-Optional const kOptional[] = {
+NamedOperand<BlockQuantizedMm> const kOptional[] = {
     {"zero_point_a",
      [](auto const& buffer, auto& p) { return of_a("zero_point_a", &InBlocks::zero_point).read(buffer, p); }},
     {"sums_a", [](auto const& buffer, auto& p) { return of_a("sums_a", &InBlocks::sums).read(buffer, p); }},

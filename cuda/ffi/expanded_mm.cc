@@ -31,12 +31,7 @@ ffi::Error read_vector(ffi::AnyBuffer const& buffer, char const* name, int Scale
   return NamedVector<ScaledMm, Vector>{name, Values::kFloat, length, to}.read(buffer, p);
 }
 
-struct Optional {
-  char const* name;
-  ffi::Error (*read)(ffi::AnyBuffer const& buffer, ExpandedMm& problem);
-};
-
-Optional const kOptional[] = {
+NamedOperand<ExpandedMm> const kOptional[] = {
     {"zero_point",
      [](auto const& buffer, auto& p) {
        return read_of_blocks(buffer, "zero_point", p, p.zero_point, p.zero_point_batch_stride);

@@ -36,6 +36,13 @@ struct NamedVector {
   }
 };
 
+// An operand of any other form.
+template <class Problem>
+struct NamedOperand {
+  char const* name;
+  ffi::Error (*read)(ffi::AnyBuffer const& buffer, Problem& problem);
+};
+
 // Reads the buffers that `names` names in their order, separated by spaces, as the table's entry of that name does; all
 // that this depends on of `problem` is known.
 template <class Problem, class Named, size_t count>
