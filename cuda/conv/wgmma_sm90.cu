@@ -77,14 +77,6 @@ struct Params {
   EpilogueArgs<true> epilogue;
 };
 
-__device__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(kMathThreads) : "memory"); }
-
-// Without a release: see one_tile_sm90.cu.
-__device__ void sync_cluster() {
-  cute::cluster_arrive_relaxed();
-  cute::cluster_wait();
-}
-
 // Writes the zero points over the pixels outside of the image, which TMA left zeros, in each stage.
 template <class C>
 __device__ void write_borders(Params const& p, typename C::Shared& shared, int first_m, int l, int begin, int end) {
@@ -138,8 +130,9 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   int const tile_n = cluster % p.tiles_n, of_m = cluster / p.tiles_n;
   int const first_m = (of_m % p.clusters_m * share + rank) * kTileM, l = of_m / p.clusters_m;
   int const first_n = group * p.columns_of_group + tile_n * kTileN, end_n = (group + 1) * p.columns_of_group;
-  int const parts = gridDim.y, part = blockIdx.y, steps = p.taps * p.chunks;
-  int const begin = steps * part / parts, end = steps * (part + 1) / parts;
+  int const steps = p.taps * p.chunks, tile_m = min(kTileM, p.m - first_m);
+  Parts const parts(kTileM, tile_m);
+  int const begin = steps * parts.own / parts.count, end = steps * (parts.own + 1) / parts.count;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   bool const has_borders = p.epilogue.azp.data != nullptr;
 
@@ -162,21 +155,6 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   }
   cudaTriggerProgrammaticLaunchCompletion();
 
-  // What the stages had is not needed any more, and no more data arrive there. Other blocks write there if they add up
-  // parts of K, so that the whole cluster must be done.
-  int const rows_of_part = (kTileM + parts - 1) / parts, first_row = part * rows_of_part;
-  int const tile_m = min(kTileM, p.m - first_m), rows = min(rows_of_part, tile_m - first_row);
-  auto const finish_stages = [&] {
-    __syncwarp();
-    if (elect_one_sync()) Full::arrive(&shared.met);
-    Full::wait(&shared.met, 0);
-    asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
-    if (parts > 1) {
-      if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows, 0) * kTileN * 4);
-      __syncwarp();
-      sync_cluster();
-    }
-  };
   if (warp >= kMathWarps) {
     cudaGridDependencySynchronize();
     if (warp == kMathWarps && elect_one_sync()) {
@@ -217,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
         p.epilogue.load_column(l, first_n + i, shared.columns[i]);
       }
     }
-    finish_stages();
+    finish_stages<C>(shared, parts);
     return;
   }
 
@@ -248,41 +226,17 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
     warpgroup_wait<1>();
     // What the step before had is free, if it is loaded again.
     if (before >= 0 && i - 1 + kStages < end && lane < share) {
-      Empty::arrive(&shared.empty[before], share > 1 ? lane : part, true);  // by their rank in the cluster
+      Empty::arrive(&shared.empty[before], share > 1 ? lane : parts.own, true);  // by their rank in the cluster
     }
     before = stage;
     if (++stage == kStages) stage = 0, phase ^= 1;
   }
   warpgroup_wait<0>();
   warpgroup_fence_operand(acc);
-  finish_stages();
-
+  finish_stages<C>(shared, parts);
   Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kTileM>, Int<kTileN>>{}));
-  unsigned const inverse = 0xffffffffu / rows_of_part + 1;  // of the quotient of a small number
-#pragma unroll
-  for (int i = 0; i < size(acc); i += 2) {
-    int const row = get<0>(places(i)), column = get<1>(places(i));
-    if (parts == 1) {
-      *reinterpret_cast<int2*>(&partial[row * C::kPitch + column]) = make_int2(acc(i), acc(i + 1));
-    } else if (row < tile_m) {
-      int const adder = __umulhi(row, inverse);
-      auto* const to = &partial[(part * rows_of_part + row - adder * rows_of_part) * C::kPitch + column];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        store_shared_remote(acc(i + j), cast_smem_ptr_to_uint(to + j), cast_smem_ptr_to_uint(&shared.added), adder);
-      }
-    }
-  }
-  if (parts > 1) {
-    __syncwarp();
-    if (elect_one_sync()) Full::arrive(&shared.added);
-    Full::wait(&shared.added, 0);
-    asm volatile("" ::: "memory");
-  } else {
-    sync_math();
-  }
-  write_rows<C, kMathThreads>(p, output, shared, partial, parts, rows_of_part, first_row, rows, l, first_m, first_n,
-                              end_n);
+  store_sums<C, kMathThreads>(shared, partial, parts, tile_m, acc, places);
+  write_rows<C, kMathThreads>(p, output, shared, partial, parts, l, first_m, first_n, end_n);
 }
 
 // How far from the last pixel of an axis the last window begins.

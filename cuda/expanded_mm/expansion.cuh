@@ -56,7 +56,7 @@ struct OfBlock {
 
 // Some rows of w on their way to a tile of int8 in shared memory, by some threads. A thread copies 16 bytes of every
 // few rows to where the first half of their 32 int8 will be, and makes those in place when the copies are there: nobody
-// else needs to know of either.
+// else needs to know of either. Steps of K come one after another.
 template <int TileN, int TileK, int Threads>
 class Expanding {
  public:
@@ -65,7 +65,6 @@ class Expanding {
     at_ = swizzled<TileK>(thread / kChunks, 2 * chunk_);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) from_[i] = w + (int64_t(row(i)) * k + ExpandedMm::kColumns * chunk_) / 2;
-    load_blocks(0);
   }
 
   // Starts the copies of a step of K to a tile. Behind K come zeros.
@@ -75,27 +74,39 @@ class Expanding {
     for (int i = 0; i < kCopies; ++i) copy_async<16>(tile + at_ + i * kApart, from_[i] + k_begin / 2, there);
   }
 
-  // Makes int8 of them. Steps of K come one after another from the first on.
-  __device__ void make(uint32_t tile, int k_begin) {
+  // Makes int8 of them, with the blocks that were loaded last.
+  __device__ void make(uint32_t tile) const {
+    uint32_t words[kCopies][4];  // all are loaded before the first is used
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[i][0]), "=r"(words[i][1]), "=r"(words[i][2]), "=r"(words[i][3])
+                   : "r"(tile + at_ + i * kApart)
+                   : "memory");
+    }
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       uint32_t const first = tile + at_ + i * kApart;
-      uint32_t words[4], out[8];
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "r"(first)
-                   : "memory");
+      uint32_t out[8];
       Expansion const expansion = of_blocks_[i].expansion();
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         uint32_t even, odd;
-        expansion.make(words[word], even, odd);
+        expansion.make(words[i][word], even, odd);
         out[2 * word] = __byte_perm(even, odd, 0x5140), out[2 * word + 1] = __byte_perm(even, odd, 0x7362);
       }
       store(first, out);
       store(first ^ 16, out + 4);
     }
-    load_blocks(k_begin + TileK);
+  }
+
+  // Of a step of K that becomes int8 next.
+  __device__ void load_blocks(int k_begin) {
+    int const column = k_begin + ExpandedMm::kColumns * chunk_;
+    if (column >= k_) return;
+    int const group = column / blocks_.block;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) of_blocks_[i] = OfBlock(blocks_, l_, row(i), group);
   }
 
  private:
@@ -105,14 +116,6 @@ class Expanding {
 
   // Rows beyond the matrix repeat its last one.
   __device__ int row(int i) const { return min(first_n_ + i * kRowsAtOnce, n_ - 1); }
-
-  __device__ void load_blocks(int k_begin) {
-    int const column = k_begin + ExpandedMm::kColumns * chunk_;
-    if (column >= k_) return;
-    int const group = column / blocks_.block;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) of_blocks_[i] = OfBlock(blocks_, l_, row(i), group);
-  }
 
   __device__ static void store(uint32_t to, uint32_t const* words) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),

@@ -131,7 +131,7 @@ cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
 
 template <int kEights>
 Instance instance() {
-  Instance i{"sm80 few rows " + std::to_string(8 * kEights) + "x16", prepare<kEights>, launch<kEights>};
+  Instance i{"sm80 few rows " + std::to_string(8 * kEights) + "x16 int4", prepare<kEights>, launch<kEights>};
   i.tile_m = 8 * kEights, i.few_rows = true;
   return i;
 }

@@ -18,7 +18,10 @@ struct Instance {
   // Of those for any number of rows.
   int tile_n = 0, tile_k = 0, blocks_per_sm = 0;
   int shared_bytes = 0;
-  bool wgmma = false;  // of Hopper alone
+  // Of those of Hopper alone.
+  bool wgmma = false;
+  int parts = 1;                         // of K, a block of the cluster each
+  int tile_cycles = 0, step_cycles = 0;  // measured: of a tile besides its steps of K, and of a step
 };
 
 // In a source for each.

@@ -30,11 +30,19 @@ class Source : public Expanding<C::kTileN, C::kTileK, C::kThreads> {
 
   __device__ Source(Params const& p, sm80::Place<C> const& at)
       : Base(p.product.b + at.l * p.product.b_batch_stride, p.blocks, at.l, at.first_n, p.product.n, p.product.k,
-             threadIdx.x) {}
+             threadIdx.x) {
+    Base::load_blocks(0);
+  }
 
   template <bool kWhole>
   __device__ void copy(uint32_t to, int k_begin, int) const {
     Base::copy(to, k_begin);
+  }
+
+  // Steps of K come one after another from the first on.
+  __device__ void make(uint32_t tile, int k_begin) {
+    Base::make(tile);
+    Base::load_blocks(k_begin + C::kTileK);
   }
 };
 
@@ -70,7 +78,7 @@ cudaError_t launch(ExpandedMm const& problem, Submit const& submit) {
 
 template <class C>
 Instance instance() {
-  Instance i{"sm80 multistage " + words_of_tile(C::kTileM, C::kTileN, C::kTileK), prepare<C>, launch<C>};
+  Instance i{"sm80 multistage " + words_of_tile(C::kTileM, C::kTileN, C::kTileK) + " int4", prepare<C>, launch<C>};
   i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.tile_k = C::kTileK;
   i.blocks_per_sm = C::kBlocksPerSm, i.shared_bytes = C::kSharedBytes;
   return i;

@@ -1,14 +1,16 @@
-// Products by Hopper's warpgroup-level tensor cores, from tiles of int8 that a warpgroup of its own makes of int4: it
-// copies w some steps ahead, and when the copies of a step are there, int8 takes their place.
+// Products by Hopper's warpgroup-level tensor cores, from tiles of int8 that warpgroups of their own make of int4: they
+// copy w some steps ahead, and when the copies of a step are there, int8 takes their place. The blocks of a cluster
+// share K, where there are few tiles.
 //
 //   warps                    role
 //   0 ... kMathWarps - 1     two warpgroups of 64 rows of a each: multiply; then they write the results
-//   the next kFeedWarps      copy w and make int8 of it; their first thread loads a by TMA; then they load the
-//                            epilogue's terms
+//   the others               feeders, which take turns: copy w and make int8 of it; the first thread of each loads a
+//                            by TMA; then they load the epilogue's terms
 //
 //   mbarrier        arrivals of a phase                               who waits
-//   full[stage]     1 and the bytes of a, kFeedWarps with int8        math warps
-//   empty[stage]    kMathWarps                                        feeding warps, from the second turn on
+//   full[stage]     1 and the bytes of a, a feeder's warps with int8  math warps
+//   empty[stage]    kMathWarps                                        feeders, from the second turn on
+//   met, added      see write_rows.cuh
 #include <algorithm>
 
 #include "core/launch.cuh"
@@ -25,32 +27,36 @@
 namespace jax_qmm::expanded {
 namespace {
 
-constexpr int kMathWarps = 8, kMathThreads = 32 * kMathWarps, kFeedWarps = 4, kFeedThreads = 32 * kFeedWarps;
-constexpr int kThreads = kMathThreads + kFeedThreads;
-constexpr int kTileM = 128, kTileK = 128;  // a row of a stage is the span of TMA's swizzle
-// Of a thread: 168 for each of 384, but sums need more.
-constexpr int kMathRegisters = 208, kFeedRegisters = 88;
+constexpr int kMathWarps = 8, kMathThreads = 32 * kMathWarps;
+constexpr int kTileK = 128;  // a row of a stage is the span of TMA's swizzle
 
-template <int TileN>
+// `Feeders`: groups of warps that take turns to feed a stage, as that takes longer than to multiply one.
+template <int TileM, int TileN, int Feeders, int WarpsOfEach>
 struct Config {
+  static constexpr int kFeeders = Feeders, kWarpsOfEach = WarpsOfEach, kFeedThreads = 32 * Feeders * WarpsOfEach;
+  static constexpr int kThreads = kMathThreads + kFeedThreads;
+  // Of a thread. Those that multiply have sums, the others get what is left.
+  static constexpr int kRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kMathRegisters = std::max(kRegisters, TileM* TileN / kMathThreads + 64);
+  static constexpr int kFeedRegisters = (kRegisters * kThreads - kMathRegisters * kMathThreads) / kFeedThreads / 8 * 8;
+  static_assert(kMathRegisters == kRegisters || kFeedThreads % 128 == 0, "warpgroups change the number of registers");
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<int8_t, int8_t, int32_t, cute::Shape<cute::_64, cute::Int<TileN>, cute::_32>>(),
       cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
   static constexpr bool kFull = false;  // of the epilogue
-  static constexpr int kTileN = TileN, kBytesA = kTileM * kTileK, kBytesB = TileN * kTileK;
+  static constexpr int kTileM = TileM, kTileN = TileN, kBytesA = kTileM * kTileK, kBytesB = TileN * kTileK;
   static constexpr int kPitch = TileN + 8;  // of sums on their way out: stores of fragments hit distinct banks
   static constexpr int kTermsBytes = (kTileM + TileN) * sizeof(Terms<kFull, Value>);
-  static constexpr int kStages = std::min(8, (227 * 1024 - 1024 - kTermsBytes) / (kBytesA + kBytesB));
-  static constexpr int kAhead =
-      kStages - 2;  // steps from a copy to its int8, of which two are ready for the math warps
+  static constexpr int kStages = (227 * 1024 - 1024 - kTermsBytes) / (kBytesA + kBytesB) / Feeders * Feeders;
+  static constexpr int kAhead = 1;  // of a feeder's steps, from a copy to its int8
   struct Shared {
     alignas(1024) uint8_t a[kStages][kBytesA];
     alignas(1024) uint8_t b[kStages][kBytesB];
     Terms<kFull, Value> rows[kTileM], columns[TileN];
-    uint64_t full[kStages], empty[kStages];
+    uint64_t full[kStages], empty[kStages], met, added;
   };
-  static_assert(kStages >= 4);
-  static_assert(kTileM * kPitch * 4 <= kStages * (kBytesA + kBytesB), "sums take the place of the stages");
+  static_assert(kStages > kAhead * Feeders);
+  static_assert((kTileM + 7) * kPitch * 4 <= kStages * (kBytesA + kBytesB), "sums take the place of the stages");
 };
 
 struct Params {
@@ -66,65 +72,74 @@ struct Params {
 };
 
 template <class C>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(C::kThreads, 1)
     wgmma_kernel(Params const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_a) {
   using namespace cute;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
-  constexpr int kStages = C::kStages;
+  constexpr int kStages = C::kStages, kTileM = C::kTileM;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
 
   // Blocks that have the same rows of w are neighbours.
   int const first_m = blockIdx.x % p.tiles_m * kTileM, of_n = blockIdx.x / p.tiles_m;
   int const first_n = of_n % p.tiles_n * C::kTileN, l = of_n / p.tiles_n;
-  int const steps = (p.k + kTileK - 1) / kTileK, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int const tile_m = min(kTileM, p.m - first_m), tile_n = min(C::kTileN, p.n - first_n);
+  Parts const parts(kTileM, tile_m);
+  int const all_steps = (p.k + kTileK - 1) / kTileK, first_step = all_steps * parts.own / parts.count;
+  int const steps = all_steps * (parts.own + 1) / parts.count - first_step;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   if (warp == kMathWarps && elect_one_sync()) {
     prefetch_tma_descriptor(&boxes_a);
     for (int s = 0; s < kStages; ++s) {
-      Full::init(&shared.full[s], 1 + kFeedWarps);
+      Full::init(&shared.full[s], 1 + C::kWarpsOfEach);
       Empty::init(&shared.empty[s], kMathWarps);
     }
+    Full::init(&shared.met, C::kThreads / 32);
+    Full::init(&shared.added, kMathWarps + 1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
   begin();
 
   if (warp >= kMathWarps) {
-    cutlass::arch::warpgroup_reg_dealloc<kFeedRegisters>();
-    int const thread = threadIdx.x - kMathThreads;
-    Expanding<C::kTileN, kTileK, kFeedThreads> b(p.w + l * p.w_batch_stride, p.blocks, l, first_n, p.n, p.k, thread);
+    if constexpr (C::kFeedRegisters < C::kRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kFeedRegisters>();
+    constexpr int kFeeders = C::kFeeders, kEach = 32 * C::kWarpsOfEach, kAhead = kFeeders * C::kAhead;
+    int const feeder = (warp - kMathWarps) / C::kWarpsOfEach, thread = threadIdx.x - kMathThreads - feeder * kEach;
+    Expanding<C::kTileN, kTileK, kEach> b(p.w + l * p.w_batch_stride, p.blocks, l, first_n, p.n, p.k, thread);
+    b.load_blocks((first_step + feeder) * kTileK);
     auto const tile_of = [&](int stage) { return cast_smem_ptr_to_uint(shared.b[stage]); };
-    for (int i = 0, stage = 0, turn = 0, made = 0; i < steps + C::kAhead; ++i) {
+    for (int i = feeder, stage = feeder, turn = 0, made = feeder; i < steps + kAhead; i += kFeeders) {
       if (i < steps) {
         if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
         asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
         if (thread == 0) {
           Full::arrive_and_expect_tx(&shared.full[stage], C::kBytesA);
           SM90_TMA_LOAD_3D::copy(&boxes_a, &shared.full[stage], static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
-                                 shared.a[stage], i * kTileK, first_m, p.a_batched ? l : 0);
+                                 shared.a[stage], (first_step + i) * kTileK, first_m, p.a_batched ? l : 0);
         }
-        b.copy(tile_of(stage), i * kTileK);
-        if (++stage == kStages) stage = 0, ++turn;
+        b.copy(tile_of(stage), (first_step + i) * kTileK);
+        if ((stage += kFeeders) >= kStages) stage = feeder, ++turn;
       }
       commit_copies();
-      if (i < C::kAhead) continue;
+      if (i < kAhead) continue;
       wait_for_copies<C::kAhead>();
-      b.make(tile_of(made), (i - C::kAhead) * kTileK);
+      b.make(tile_of(made));
       cutlass::arch::fence_view_async_shared();
       __syncwarp();
       if (elect_one_sync()) Full::arrive(&shared.full[made]);
-      if (++made == kStages) made = 0;
+      b.load_blocks((first_step + i - kAhead + kFeeders) * kTileK);
+      if ((made += kFeeders) >= kStages) made = feeder;
     }
-    for (int i = thread; i < tile_m; i += kFeedThreads) p.epilogue.load_row(l, first_m + i, shared.rows[i]);
-    for (int i = thread; i < tile_n; i += kFeedThreads) p.epilogue.load_column(l, first_n + i, shared.columns[i]);
-    __syncthreads();
+    int const of_all = threadIdx.x - kMathThreads;
+    for (int i = of_all; i < tile_m; i += C::kFeedThreads) p.epilogue.load_row(l, first_m + i, shared.rows[i]);
+    for (int i = of_all; i < tile_n; i += C::kFeedThreads) p.epilogue.load_column(l, first_n + i, shared.columns[i]);
+    finish_stages<C>(shared, parts);
     return;
   }
 
-  cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();
+  if constexpr (C::kMathRegisters > C::kRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
   typename C::Mma mma;
   auto thread = mma.get_slice(threadIdx.x);
   auto const stages_of = [&](auto rows, uint8_t(*from)) {
@@ -155,34 +170,28 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   warpgroup_wait<0>();
   warpgroup_fence_operand(acc);
-  __syncthreads();  // the terms are there, and nobody multiplies any more
-
-  auto* const sums = reinterpret_cast<int32_t*>(memory);  // [kTileM][kPitch]
+  finish_stages<C>(shared, parts);
+  auto* const partial = reinterpret_cast<int32_t*>(memory);
   Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kTileM>, Int<C::kTileN>>{}));
-#pragma unroll
-  for (int i = 0; i < size(acc); i += 2) {
-    int const row = get<0>(places(i)), column = get<1>(places(i));
-    *reinterpret_cast<int2*>(&sums[row * C::kPitch + column]) = make_int2(acc(i), acc(i + 1));
-  }
-  asm volatile("bar.sync 1, %0;" ::"n"(kMathThreads) : "memory");
-  write_rows<C, kMathThreads>(p, p.epilogue.output.at(l), shared, sums, 1, kTileM, 0, tile_m, l, first_m, first_n, p.n);
+  store_sums<C, kMathThreads>(shared, partial, parts, tile_m, acc, places);
+  write_rows<C, kMathThreads>(p, p.epilogue.output.at(l), shared, partial, parts, l, first_m, first_n, p.n);
 }
 
-template <class C>
+template <class C, int kParts>
 LaunchShape shape_of(unsigned blocks) {
-  return {blocks, kThreads, sizeof(typename C::Shared)};
+  return {dim3(blocks, kParts), C::kThreads, sizeof(typename C::Shared), dim3(1, kParts)};
 }
 
-template <class C>
+template <class C, int kParts>
 cudaError_t prepare(bool& fits) {
-  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C>(1), fits);
+  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C, kParts>(1), fits);
 }
 
-template <class C>
+template <class C, int kParts>
 cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
   cuuint64_t const k = p.k, m = p.m;
   cuuint64_t const sizes[] = {k, m, p.a_batch_stride != 0 ? cuuint64_t(p.batch) : 1}, apart[] = {k, k * m};
-  cuuint32_t const box[] = {kTileK, kTileM, 1}, ones[] = {1, 1, 1};
+  cuuint32_t const box[] = {kTileK, C::kTileM, 1}, ones[] = {1, 1, 1};
   CUtensorMap boxes;
   CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
       &boxes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(p.a), sizes, apart, box, ones,
@@ -195,7 +204,7 @@ cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
                       p.m,
                       p.n,
                       p.k,
-                      int(ceil_div(p.m, kTileM)),
+                      int(ceil_div(p.m, C::kTileM)),
                       int(ceil_div(p.n, C::kTileN)),
                       p.a_batch_stride != 0,
                       (reinterpret_cast<uintptr_t>(p.out) | p.n * bytes) % (4 * bytes) == 0,
@@ -204,22 +213,29 @@ cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
                       Blocks(p),
                       epilogue_args<false>(p)};
   unsigned const blocks = unsigned(params.tiles_m) * params.tiles_n * unsigned(p.batch);
-  return jax_qmm::launch(submit, shape_of<C>(blocks), wgmma_kernel<C>, params, boxes);
+  return jax_qmm::launch(submit, shape_of<C, kParts>(blocks), wgmma_kernel<C>, params, boxes);
 }
 
-template <class C>
-Instance instance() {
-  Instance i{"sm90 wgmma " + words_of_tile(kTileM, C::kTileN, kTileK), prepare<C>, launch<C>};
-  i.tile_m = kTileM, i.tile_n = C::kTileN, i.tile_k = kTileK;
+template <class C, int kParts>
+void add(std::vector<Instance>& to, int tile_cycles, int step_cycles) {
+  std::string const parts = kParts > 1 ? " split-K " + std::to_string(kParts) : "";
+  Instance i{"sm90 wgmma " + words_of_tile(C::kTileM, C::kTileN, kTileK) + parts + " int4", prepare<C, kParts>,
+             launch<C, kParts>};
+  i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.tile_k = kTileK, i.parts = kParts;
+  i.tile_cycles = tile_cycles, i.step_cycles = step_cycles;
   i.blocks_per_sm = 1, i.shared_bytes = int(sizeof(typename C::Shared)), i.wgmma = true;
-  return i;
+  to.push_back(std::move(i));
 }
 
 }  // namespace
 
 void add_wgmma(std::vector<Instance>& to) {
-  to.push_back(instance<Config<128>>());
-  to.push_back(instance<Config<256>>());
+  using Narrow = Config<128, 64, 4, 2>;
+  using Square = Config<128, 128, 3, 2>;
+  using Tall = Config<256, 128, 1, 4>;
+  add<Narrow, 1>(to, 5800, 720), add<Narrow, 2>(to, 5800, 720);
+  add<Square, 1>(to, 5500, 1270), add<Square, 2>(to, 5500, 1270);
+  add<Tall, 1>(to, 16000, 1790), add<Tall, 2>(to, 16000, 1790);
 }
 
 }  // namespace jax_qmm::expanded

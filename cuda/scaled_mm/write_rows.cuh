@@ -1,37 +1,127 @@
-// How wgmma kernels with a main loop of their own write rows of their tile: int32 sums in shared memory, the terms of
-// rows and columns beside them.
+// How wgmma kernels with a main loop of their own end: their int32 sums go to shared memory, those of all parts of K to
+// the block of the cluster that adds them up, which writes rows of the tile.
 #pragma once
 
+#include "cute/arch/cluster_sm90.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
 #include "scaled_mm/epilogue.cuh"
 
 namespace jax_qmm {
 
+// Without a release: see one_tile_sm90.cu.
+__device__ inline void sync_cluster() {
+  cute::cluster_arrive_relaxed();
+  cute::cluster_wait();
+}
+
+// Which part of K the block multiplies, by its rank in the cluster along y, and which rows of the tile it adds up.
+struct Parts {
+  int count = gridDim.y, own = blockIdx.y;
+  int rows_of_each, first_row, rows;
+
+  __device__ Parts(int whole_tile, int tile_m)
+      : rows_of_each((whole_tile + count - 1) / count),
+        first_row(own * rows_of_each),
+        rows(max(0, min(rows_of_each, tile_m - first_row))) {}
+};
+
+// For all warps: waits until what the stages had is not needed any more, and no more data arrive there. Other blocks
+// write there if they add up parts of K, so that the whole cluster must be done. `Shared` has mbarriers for one phase:
+// `met` counts the warps, and `added` the math warps, one more, and the bytes of the parts' sums.
+template <class C>
+__device__ void finish_stages(typename C::Shared& shared, Parts const& parts) {
+  using Barrier = cutlass::arch::ClusterTransactionBarrier;
+  __syncwarp();
+  if (cute::elect_one_sync()) Barrier::arrive(&shared.met);
+  Barrier::wait(&shared.met, 0);
+  asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
+  if (parts.count > 1) {
+    if (threadIdx.x == 0) Barrier::arrive_and_expect_tx(&shared.added, parts.count * parts.rows * C::kTileN * 4);
+    __syncwarp();
+    sync_cluster();
+  }
+}
+
+// Two sums to another block of the cluster, whose mbarrier counts their bytes. Addresses are those of that block.
+__device__ inline void send(uint32_t to, uint32_t barrier, int32_t first, int32_t second) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.s32 [%0], {%1, %2}, [%3];" ::"r"(to),
+               "r"(first), "r"(second), "r"(barrier)
+               : "memory");
+}
+
+// For the math warps: stores their sums where they are added up, and waits for those of all parts. `place(i)` is the
+// row and the column of a sum. The code is short, as blocks run it once, at the speed of its way to the SM: a thread
+// has few rows, and in each of them two sums of every 8 columns.
+template <class C, int kMathThreads, class Acc, class Places>
+__device__ void store_sums(typename C::Shared& shared, int32_t* partial, Parts const& parts, int tile_m, Acc const& acc,
+                           Places const& places) {
+  using Barrier = cutlass::arch::ClusterTransactionBarrier;
+  constexpr int kRows = C::kTileM / (kMathThreads / 4), kSums = C::kTileN / 4, kHalf = 2 * kSums;
+  auto const each_row = [&](auto store) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      int const first = r / 2 * kHalf + r % 2 * 2;
+      int const row = cute::get<0>(places(first)), column = cute::get<1>(places(first));
+      store(row, column, [&](int i) { return acc(first + i / 2 * 4 + i % 2); });
+    }
+  };
+  if (parts.count == 1) {
+    each_row([&](int row, int column, auto sum) {
+      auto* const to = reinterpret_cast<int2*>(&partial[row * C::kPitch + column]);
+#pragma unroll
+      for (int i = 0; i < kSums; i += 2) to[i / 2 * 4] = make_int2(sum(i), sum(i + 1));
+    });
+    asm volatile("bar.sync 1, %0;" ::"n"(kMathThreads) : "memory");
+    return;
+  }
+  unsigned const inverse = 0xffffffffu / parts.rows_of_each + 1;  // of the quotient of a small number
+  each_row([&](int row, int column, auto sum) {
+    if (row >= tile_m) return;
+    int const adder = __umulhi(row, inverse), of_adder = row - adder * parts.rows_of_each;
+    auto const there = [&](void* here) { return cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), adder); };
+    uint32_t const to = there(&partial[(parts.own * parts.rows_of_each + of_adder) * C::kPitch + column]);
+    uint32_t const added = there(&shared.added);
+#pragma unroll
+    for (int i = 0; i < kSums; i += 2) send(to + i / 2 * 32, added, sum(i), sum(i + 1));
+  });
+  __syncwarp();
+  if (cute::elect_one_sync()) Barrier::arrive(&shared.added);
+  Barrier::wait(&shared.added, 0);
+  asm volatile("" ::: "memory");
+}
+
 template <class C, int kThreads, class Bits, class Params, class Output>
-__device__ void write_rows_of(Params const& p, Output const& output, typename C::Shared const& shared,
-                              int32_t const* partial, int parts, int rows_of_part, int first_row, int rows, int l,
-                              int first_m, int first_n, int end_n) {
+__device__ void write_rows_of(Params const& p, Output const& output, typename C::Shared const& shared, int32_t* partial,
+                              Parts const& parts, int l, int first_m, int first_n, int end_n) {
   constexpr int kEach = 4, kAcross = C::kTileN / kEach, kDown = kThreads / kAcross;
   int const column = threadIdx.x % kAcross * kEach, n = first_n + column;
   if (threadIdx.x >= kAcross * kDown || n >= end_n) return;
   constexpr int kAtOnce = C::kFull ? 2 : 4;  // what waits for shared memory, as far as there are registers
+  auto const sums_of = [&](int part, int row) -> int4& {
+    return *reinterpret_cast<int4*>(&partial[(part * parts.rows_of_each + row) * C::kPitch + column]);
+  };
+#pragma unroll 1
+  for (int part = 1; part < parts.count; ++part) {
+#pragma unroll 2
+    for (int row = threadIdx.x / kAcross; row < parts.rows; row += kDown) {
+      int4 &sum = sums_of(0, row), more = sums_of(part, row);
+      sum = make_int4(add(sum.x, more.x), add(sum.y, more.y), add(sum.z, more.z), add(sum.w, more.w));
+    }
+  }
   Terms<C::kFull, Value> of_columns[kEach];
 #pragma unroll
   for (int j = 0; j < kEach; ++j) of_columns[j] = shared.columns[column + j];
-  Bits* to = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + n;
+  Bits* to = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + parts.first_row) * p.n + n;
 #pragma unroll kAtOnce
-  for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
-    int32_t sums[kEach] = {};
+  for (int row = threadIdx.x / kAcross; row < parts.rows; row += kDown) {
+    int4 const four = sums_of(0, row);
+    int32_t sums[kEach] = {four.x, four.y, four.z, four.w};
     float values[kEach];
-#pragma unroll 1
-    for (int part = 0; part < parts; ++part) {
-      int4 const more = *reinterpret_cast<int4 const*>(&partial[(part * rows_of_part + row) * C::kPitch + column]);
-      sums[0] = add(sums[0], more.x), sums[1] = add(sums[1], more.y);
-      sums[2] = add(sums[2], more.z), sums[3] = add(sums[3], more.w);
-    }
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       auto const pick = [](auto const& arg, auto of_row, auto of_column) { return arg.kOfRow ? of_row : of_column; };
-      auto const terms = map_terms<Value>(pick, p.epilogue, shared.rows[first_row + row], of_columns[j]);
+      auto const terms = map_terms<Value>(pick, p.epilogue, shared.rows[parts.first_row + row], of_columns[j]);
       sums[j] = subtract_zero_points(sums[j], terms);
       values[j] = scale(sums[j], terms);
     }
@@ -54,12 +144,10 @@ __device__ void write_rows_of(Params const& p, Output const& output, typename C:
 // the first of the block. `C` has the tile's columns, the pitch of the sums, and whether the epilogue is the full one;
 // `shared` has the terms.
 template <class C, int kThreads, class Params, class Output>
-__device__ void write_rows(Params const& p, Output const& output, typename C::Shared const& shared,
-                           int32_t const* partial, int parts, int rows_of_part, int first_row, int rows, int l,
-                           int first_m, int first_n, int end_n) {
+__device__ void write_rows(Params const& p, Output const& output, typename C::Shared const& shared, int32_t* partial,
+                           Parts const& parts, int l, int first_m, int first_n, int end_n) {
   auto const write = [&](auto bits) {
-    write_rows_of<C, kThreads, decltype(bits)>(p, output, shared, partial, parts, rows_of_part, first_row, rows, l,
-                                               first_m, first_n, end_n);
+    write_rows_of<C, kThreads, decltype(bits)>(p, output, shared, partial, parts, l, first_m, first_n, end_n);
   };
   if constexpr (C::kFull) {
     if (bytes_of(output.dtype) == 1) return write(BitsOf<1>());

@@ -78,7 +78,7 @@ TESTS = {
     "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 144)],
     "expanded": [
         EXPANDED.format(f"test_shapes[{name}-1-9-33-1056-64-True]")
-        for name in ("sm80 multistage 64x64x128", "sm90 wgmma 128x128x128", "sm90 wgmma 128x256x128")
+        for name in ("sm80 multistage 64x64x128 int4", "sm90 wgmma 128x64x128 split-K 2 int4", "sm90 wgmma 256x128x128 int4")
     ],
     "gemm": [CHOICES.format((130, 1544, 272)), CHOICES.format((333, 392, 2064))],
 }
@@ -412,7 +412,14 @@ MUTANTS = [
     Mutant(
         "expanded: rows beyond N", EXPANSION, "min(first_n_ + i * kRowsAtOnce, n_ - 1)", "first_n_ + i * kRowsAtOnce"
     ),
-    Mutant("expanded: blocks of the step before", EXPANSION, "load_blocks(k_begin + TileK)", "load_blocks(k_begin)"),
+    Mutant(
+        "expanded: blocks of the step before",
+        "expanded_mm/multistage.cu",
+        "load_blocks(k_begin + C::kTileK)",
+        "load_blocks(k_begin)",
+    ),
+    Mutant("expanded: blocks of another feeder's step", EXPANDED_WGMMA, "i - kAhead + kFeeders)", "i - kAhead + 1)"),
+    Mutant("expanded: every part of K has its beginning", EXPANDED_WGMMA, "all_steps * parts.own / parts.count;", "0;"),
     Mutant("expanded: odd columns first", EXPANSION, "0x5140", "0x1504"),
     Mutant(
         "expanded: copies that become int8 are not waited for",

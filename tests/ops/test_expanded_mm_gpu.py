@@ -11,10 +11,11 @@ from jax_qmm import W4A8, _extension
 from jax_qmm.ops.expanded_mm import expanded_mm
 
 pytestmark = pytest.mark.gpu
+TILES = ("128x64x128", "128x128x128", "256x128x128")
 KERNELS = (
-    *("sm80 few rows 8x16", "sm80 few rows 16x16", "sm80 few rows 32x16"),
-    *("sm80 multistage 64x64x64", "sm80 multistage 64x64x128", "sm80 multistage 128x128x64"),
-    *("sm90 wgmma 128x128x128", "sm90 wgmma 128x256x128"),
+    *("sm80 few rows 8x16 int4", "sm80 few rows 16x16 int4", "sm80 few rows 32x16 int4"),
+    *("sm80 multistage 64x64x64 int4", "sm80 multistage 64x64x128 int4", "sm80 multistage 128x128x64 int4"),
+    *(f"sm90 wgmma {tile}{parts} int4" for tile in TILES for parts in ("", " split-K 2")),
 )
 
 
