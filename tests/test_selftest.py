@@ -31,13 +31,13 @@ class Extension:
         kernels_of_weights = types.SimpleNamespace(choices=lambda gpu: [("narrow", 0), ("wide", 64)])
         self.BlockScaledMmProblem = lambda *product: kernels_of_weights
         two = types.SimpleNamespace(choices=lambda gpu: ["narrow", "wide"])
-        self.ConvProblem = self.ExpandedMmProblem = lambda *problem: two
+        self.ConvProblem = self.ExpandedMmProblem = self.BlockQuantizedMmProblem = lambda *problem: two
         self.only = ""  # of these
 
     def restrict_block_scaled_mm(self, words):
         self.only = words
 
-    restrict_conv = restrict_expanded_mm = restrict_block_scaled_mm
+    restrict_conv = restrict_expanded_mm = restrict_block_quantized_mm = restrict_block_scaled_mm
 
     def compiled_for(self, capability):
         return capability
@@ -57,6 +57,9 @@ def extension(monkeypatch):
     monkeypatch.setattr(selftest, "WEIGHT_ROWS", (3,))
     monkeypatch.setattr(selftest, "CONVOLUTIONS", ((4, 1, 3),))
     monkeypatch.setattr(selftest, "CONV_OUTPUTS", ("int32", "int8"))
+    monkeypatch.setattr(selftest, "BLOCK_KINDS", (("int8", 64, True, 1), ("float8_e4m3fn", 128, False, 128)))
+    monkeypatch.setattr(selftest, "BLOCK_K", 272)
+    monkeypatch.setattr(selftest, "BLOCK_ROWS", (3,))
     monkeypatch.setattr(selftest, "PRODUCTS", ((17, 48), (3, 75)))
     monkeypatch.setattr(selftest, "ARRAYS", ((2, 40),))
     monkeypatch.setattr(selftest, "FLOATS", ("float32",))
@@ -102,7 +105,10 @@ def test_every_kernel_runs_in_every_way(extension):
     assert [result.kernel for result in convolutions] == ["narrow", "wide"] * 2
     expanded = [result for result in results if result.op.startswith("expanded_mm")]
     assert [result.kernel for result in expanded] == ["narrow", "wide"] * 2 * len(selftest.EXPANDED_ROWS)
-    assert len(results) - sum(map(len, (products, weights, convolutions, expanded))) == 3 * 3  # qtypes and scales
+    blocks = [result for result in results if result.op.startswith("blocks on both sides")]
+    assert [result.kernel for result in blocks] == ["narrow", "wide"] * 2
+    others = products, weights, convolutions, expanded, blocks
+    assert len(results) - sum(map(len, others)) == 3 * 3  # qtypes and scales
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -129,6 +135,7 @@ def test_fp8_may_differ_as_tensor_cores_do_and_int8_not_at_all(extension, monkey
 def test_a_wrong_kernel_with_weights_in_blocks_is_found(extension, monkeypatch, error, found):
     monkeypatch.setattr(selftest, "KINDS", ())
     monkeypatch.setattr(selftest, "ARRAYS", ())
+    monkeypatch.setattr(selftest, "BLOCK_KINDS", ())
     op = jax_qmm.block_scaled_mm
     spoiled = lambda x, w, **options: op(x, w, **options).at[0, 3].mul(1 + (extension.only == "narrow") * error)
     monkeypatch.setattr(jax_qmm, "block_scaled_mm", spoiled)
@@ -136,6 +143,22 @@ def test_a_wrong_kernel_with_weights_in_blocks_is_found(extension, monkeypatch, 
     results, _ = selftest.run(extension, GPU)
     assert {result.kernel for result in results if result.wrong} == ({"narrow"} if found else set())
     assert extension.only == ""
+
+
+def test_a_wrong_kernel_of_blocks_on_both_sides_is_found(extension, monkeypatch):
+    """int8 has no tolerance, fp8 that of its sums."""
+    monkeypatch.setattr(selftest, "KINDS", ())
+    monkeypatch.setattr(selftest, "ARRAYS", ())
+    monkeypatch.setattr(selftest, "FLOATS", ())
+    op = jax_qmm.block_scaled_mm
+    spoiled = lambda x, w, **options: op(x, w, **options).at[0, 3].mul(1 + (extension.only == "narrow") * 2.0**-16)
+    monkeypatch.setattr(jax_qmm, "block_scaled_mm", spoiled)
+    monkeypatch.setattr(jax, "jit", lambda function: function)  # each kernel is a program here
+    results, _ = selftest.run(extension, GPU)
+    wrong = [result for result in results if result.wrong]
+    assert [(result.op, result.kernel, result.wrong) for result in wrong] == [
+        ("blocks on both sides, int8, zero points", "narrow", 1)
+    ]
 
 
 def test_a_wrong_convolution_is_found(extension, monkeypatch):
@@ -241,6 +264,16 @@ def test_the_kernels_pass_expanded_mm(m):
     kernels, _ = _extension._load()
     results = [*selftest.check_expanded_mm(kernels, _extension.gpu(), m)]
     assert results and [result for result in results if result.wrong] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", selftest.BLOCK_KINDS, ids=str)
+def test_the_kernels_pass_block_quantized_mm(kind, monkeypatch):
+    monkeypatch.setattr(selftest, "BLOCK_K", 272)
+    kernels, _ = _extension._load()
+    results = [*selftest.check_block_quantized_mm(kernels, _extension.gpu(), *kind)]
+    assert results or kernels.compiled_for(_extension.gpu().arch) < 80
+    assert [result for result in results if result.wrong] == []
 
 
 @pytest.mark.gpu

@@ -78,7 +78,11 @@ TESTS = {
     "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 144)],
     "expanded": [
         EXPANDED.format(f"test_shapes[{name}-1-9-33-1056-64-True]")
-        for name in ("sm80 multistage 64x64x128 int4", "sm90 wgmma 128x64x128 split-K 2 int4", "sm90 wgmma 256x128x128 int4")
+        for name in (
+            "sm80 multistage 64x64x128 int4",
+            "sm90 wgmma 128x64x128 split-K 2 int4",
+            "sm90 wgmma 256x128x128 int4",
+        )
     ],
     "gemm": [CHOICES.format((130, 1544, 272)), CHOICES.format((333, 392, 2064))],
 }
