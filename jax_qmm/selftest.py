@@ -276,7 +276,7 @@ def check_block_quantized_mm(kernels, gpu, dtype: str, block: int, zero_points: 
         zeros = jnp.asarray(rng.integers(-128, 128, (m, of_k), np.int32)) if zero_points else None
         x = jax_qmm.QArray(jnp.asarray(values(m)), jnp.asarray(scales(m)), zeros, tile_size=block)
         of_product = {"a": x.qvalue, "b": w.qvalue, "scale_a": x.scale, "scale_b": spread_b, "zero_point_a": zeros}
-        given = {name: np.asarray(leaf) for name, leaf in of_product.items() if leaf is not None}
+        given: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in of_product.items() if leaf is not None}
         with jax.default_device(jax.devices("cpu")[0]):
             want = np.asarray(blocks_reference.block_quantized_mm(**given, block=block, out_dtype=jnp.float32))
         tolerance = 0.0

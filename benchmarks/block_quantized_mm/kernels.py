@@ -1,10 +1,12 @@
 """Times every kernel of block_scaled_mm of two QArrays that may be the best, beside scaled_mm and XLA's bfloat16.
 
     python benchmarks/block_quantized_mm/kernels.py --csv kernels.csv
+    python benchmarks/block_quantized_mm/kernels.py --w4a8 --csv kernels.csv    # those of expanded_mm
 
-The cost model in cuda/block_quantized_mm/select.cc is fitted to these times. Needs a GPU that has kernels. Operands
-together exceed the L2 cache. All kernels of a product run in one compiled program of many calls, outside of CUDA
-graphs, so that each run chooses anew; times are the host's, less that of a program of one small kernel.
+The cost models in cuda/block_quantized_mm/select.cc and cuda/expanded_mm/select.cc are fitted to these times. Needs a
+GPU that has kernels. Operands together exceed the L2 cache. All kernels of a product run in one compiled program of
+many calls, outside of CUDA graphs, so that each run chooses anew; times are the host's, less that of a program of one
+small kernel.
 """
 
 import argparse
@@ -27,6 +29,7 @@ import jax_qmm
 from jax_qmm import QArray, _extension
 from jax_qmm.bench import measure
 from jax_qmm.dtypes import FLOAT8
+from jax_qmm.ops.expanded_mm import expanded_mm
 
 WEIGHTS = ((4096, 14336), (8192, 8192), (28672, 8192), (6144, 4096))  # N, K
 ROWS = (1, 16, 64, 128, 1024, 4096)
@@ -39,6 +42,13 @@ KINDS = (
     (jnp.int8, 128, True, 1),
     (jnp.int8, 64, False, 1),
     (jnp.int8, 256, False, 1),
+)
+# N, K and M of int4 weights in blocks of 128 beside int8.
+W4A8_PRODUCTS = (
+    *((4096, 14336, m) for m in (16, 128, 256, 512, 1024, 4096)),
+    *((28672, 4096, m) for m in (16, 64, 128, 256, 512, 2048)),
+    *((4096, 4096, m) for m in (64, 256, 512, 4096)),
+    *((6144, 4096, m) for m in (32, 128)),
 )
 PROGRAM_US = 3000  # that a program is to take, of up to 120 calls
 
@@ -126,27 +136,70 @@ def measure_product(kind, m: int, n: int, k: int, kernels, gpu):
         yield "XLA bfloat16", timed(each(measure.xla_bf16), chained(floats))
 
 
+def measure_w4a8(m: int, n: int, k: int, kernels, gpu):
+    """Yields what runs, and its microseconds: kernels of int4 weights, and what has 8 and 16 bits in their place."""
+    nbytes, block = m * k + n * k // 2 + 2 * m * n, 128
+    calls = int(min(120, PROGRAM_US / (1e6 * max(nbytes / gpu.copy_rate, 2 * m * n * k / gpu.peak))))
+    chained = lambda sets: (sets * (1 + calls // len(sets)))[: max(calls, len(sets))]
+    scales = jnp.full(m, 0.01), jnp.full(n, 0.01)
+    dense = lambda dtype, width, count: [
+        (values(m, k, dtype, i), values(n, k, dtype, i + count), *scales)
+        for i in range(measure.count_sets(width * (m + n) * k + 2 * m * n, 12))
+    ]
+    multiples = jnp.full((n, k // block), 7, jnp.int8)
+    make_int4 = jax.jit(lambda x: (x >> 4).astype(jnp.int4))
+    packed = [
+        (values(m, k, jnp.int8, i), make_int4(values(n, k, jnp.int8, i + 12)), multiples, *scales)
+        for i in range(measure.count_sets(nbytes, 12))
+    ]
+
+    def product(x, w, multiples, scale_a, scale_b):
+        return expanded_mm(x, w, multiples, block=block, scale_a=scale_a, scale_b=scale_b, out_dtype=jnp.bfloat16)
+
+    for words in kernels.ExpandedMmProblem(m, n, k, 1, "bfloat16").choices(gpu):
+        if "multistage" not in words or m <= 128:
+            kernels.restrict_expanded_mm(words)
+            yield words, timed(each(product), chained(packed))
+            kernels.restrict_expanded_mm("")
+    yield "scaled_mm", timed(each(jax_qmm.scaled_mm), chained(dense(jnp.int8, 1, 12)))
+    yield "XLA bfloat16", timed(each(measure.xla_bf16), chained(dense(jnp.bfloat16, 2, 12)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other product is begun")
+    parser.add_argument("--w4a8", action="store_true", help="those of int4 weights beside int8")
     options = parser.parse_args()
     _, gpu = measure.open_gpu("kernels.py")
     kernels = _extension._load()[0]
     end = time.monotonic() + options.seconds
     todo = [(kind, m, n, k) for kind in KINDS for n, k in WEIGHTS[: 4 if kind in KINDS[:2] else 2] for m in ROWS]
+    if options.w4a8:
+        todo = [(None, m, n, k) for n, k, m in W4A8_PRODUCTS]
     with options.csv.open("w", newline="") as file, tqdm(todo, unit="product") as bar:
         writer = csv.writer(file)
-        writer.writerow(["gpu", "dtype", "zero_points", "shared", "block", "n", "k", "m", "kernel", "us"])
+        of_kind = [] if options.w4a8 else ["dtype", "zero_points", "shared", "block"]
+        writer.writerow(["gpu", *of_kind, "n", "k", "m", "kernel", "us"])
         for kind, m, n, k in bar:
             if time.monotonic() > end:
                 break
-            dtype, block, zero_points, shared = kind
-            of_kind = jnp.dtype(dtype).name, "int" if zero_points else "", shared if shared > 1 else ""
-            for words, us in measure_product(kind, m, n, k, kernels, gpu):
-                of_block = block if words.startswith("sm") else ""  # others have none
-                writer.writerow([gpu.name, *of_kind, of_block, n, k, m, words, f"{us:.1f}"])
+            if kind is None:
+                found = ((words, [], us) for words, us in measure_w4a8(m, n, k, kernels, gpu))
+            else:
+                found = (
+                    (words, columns(kind, words), us) for words, us in measure_product(kind, m, n, k, kernels, gpu)
+                )
+            for words, of_kind, us in found:
+                writer.writerow([gpu.name, *of_kind, n, k, m, words, f"{us:.1f}"])
             file.flush()
+
+
+def columns(kind, words: str) -> list:
+    """What the CSV says of a kind's operands; only our kernels have blocks."""
+    dtype, block, zero_points, shared = kind
+    of_block = block if words.startswith("sm") else ""
+    return [jnp.dtype(dtype).name, "int" if zero_points else "", shared if shared > 1 else "", of_block]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cost model of block_scaled_mm of two QArrays against the times of kernels that were measured."""
+"""The cost models of block_scaled_mm of two QArrays and of expanded_mm against measured times of their kernels."""
 
 import csv
 import math
@@ -20,4 +20,18 @@ def test_choices_are_near_the_fastest_that_was_measured(extension, h200, stored)
         if chosen in times:
             ratios[key] = times[chosen] / min(times.values())
     assert len(ratios) >= 0.9 * len(products)
+    assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.02 and max(ratios.values()) < 1.15, ratios
+
+
+def test_choices_of_w4a8_are_near_the_fastest_that_was_measured(extension, h200, stored):
+    """On an H100, which has the SMs of an H200."""
+    products = {}
+    with stored("../h100/expanded_mm_kernels.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["kernel"].endswith("int4"):
+                products.setdefault((row["m"], row["n"], row["k"]), {})[row["kernel"]] = float(row["us"])
+    ratios = {}
+    for sizes, times in products.items():
+        chosen = extension.ExpandedMmProblem(*map(int, sizes), 1, "bfloat16").select(h200)
+        ratios[sizes] = times[chosen] / min(times.values())
     assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.02 and max(ratios.values()) < 1.15, ratios
