@@ -37,7 +37,7 @@ struct Config {
   static constexpr int kThreads = kMathThreads + kFeedThreads;
   // Of a thread. Those that multiply have sums, the others get what is left.
   static constexpr int kRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kMathRegisters = std::max(kRegisters, TileM* TileN / kMathThreads + 64);
+  static constexpr int kMathRegisters = std::max(kRegisters, (TileM * TileN) / kMathThreads + 64);
   static constexpr int kFeedRegisters = (kRegisters * kThreads - kMathRegisters * kMathThreads) / kFeedThreads / 8 * 8;
   static_assert(kMathRegisters == kRegisters || kFeedThreads % 128 == 0, "warpgroups change the number of registers");
   using Mma = decltype(cute::make_tiled_mma(
