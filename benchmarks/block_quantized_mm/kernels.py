@@ -11,6 +11,7 @@ small kernel.
 
 import argparse
 import csv
+import functools
 import os
 import re
 import statistics
@@ -30,6 +31,7 @@ from jax_qmm import QArray, _extension
 from jax_qmm.bench import measure
 from jax_qmm.dtypes import FLOAT8
 from jax_qmm.ops.expanded_mm import expanded_mm
+from jax_qmm.tuning import Product
 
 WEIGHTS = ((4096, 14336), (8192, 8192), (28672, 8192), (6144, 4096))  # N, K
 ROWS = (1, 16, 64, 128, 1024, 4096)
@@ -103,14 +105,22 @@ def side(rows, k, dtype, block, zero_points, shared, seed) -> QArray:
     return QArray(values(rows, k, dtype, seed), jnp.full(groups, 0.01), zero_point, tile_size=block)
 
 
+def roofline_us(nbytes: int, m: int, n: int, k: int, gpu) -> float:
+    return 1e6 * max(nbytes / gpu.copy_rate, 2 * m * n * k / gpu.peak)
+
+
+def chained(sets, us: float):
+    """The sets again and again, for a program of calls that take about `us` each."""
+    calls = int(min(120, max(len(sets), PROGRAM_US / us)))
+    return (sets * calls)[:calls]
+
+
 def measure_product(kind, m: int, n: int, k: int, kernels, gpu):
     """Yields what runs, and its microseconds."""
     dtype, block, zero_points, shared = kind
     size = (m + n) * k + 2 * m * n
-    roofline = 1e6 * max(size / gpu.copy_rate, 2 * m * n * k / gpu.peak)
+    roofline = roofline_us(size, m, n, k, gpu)
     count = measure.count_sets(size, 8)
-    calls = int(min(120, max(count, PROGRAM_US / roofline)))
-    chained = lambda sets: (sets * calls)[:calls]
     operands = [
         (side(m, k, dtype, block, zero_points, 1, i), side(n, k, dtype, block, False, shared, i + count))
         for i in range(count)
@@ -122,30 +132,25 @@ def measure_product(kind, m: int, n: int, k: int, kernels, gpu):
     for words in problem.choices(gpu):
         if may_be_best(words, m):
             kernels.restrict_block_quantized_mm(words)
-            yield words, timed(function, chained(operands))
+            yield words, timed(function, chained(operands, roofline))
             kernels.restrict_block_quantized_mm("")
     if block == 128 and not zero_points and (shared == 128 or dtype == jnp.int8):
         ones = jnp.ones(m), jnp.ones(n)
         rows = [(x.qvalue, w.qvalue, *ones) for x, w in operands]
-        yield "scaled_mm", timed(each(jax_qmm.scaled_mm), chained(rows))
+        yield "scaled_mm", timed(each(jax_qmm.scaled_mm), chained(rows, roofline))
     if kind == KINDS[0]:
         floats = [
             (values(m, k, jnp.bfloat16, i), values(n, k, jnp.bfloat16, i + count), None, None)
             for i in range(measure.count_sets(2 * size, 8))
         ]
-        yield "XLA bfloat16", timed(each(measure.xla_bf16), chained(floats))
+        yield "XLA bfloat16", timed(each(measure.xla_bf16), chained(floats, roofline))
 
 
 def measure_w4a8(m: int, n: int, k: int, kernels, gpu):
     """Yields what runs, and its microseconds: kernels of int4 weights, and what has 8 and 16 bits in their place."""
     nbytes, block = m * k + n * k // 2 + 2 * m * n, 128
-    calls = int(min(120, PROGRAM_US / (1e6 * max(nbytes / gpu.copy_rate, 2 * m * n * k / gpu.peak))))
-    chained = lambda sets: (sets * (1 + calls // len(sets)))[: max(calls, len(sets))]
+    roofline = roofline_us(nbytes, m, n, k, gpu)
     scales = jnp.full(m, 0.01), jnp.full(n, 0.01)
-    dense = lambda dtype, width, count: [
-        (values(m, k, dtype, i), values(n, k, dtype, i + count), *scales)
-        for i in range(measure.count_sets(width * (m + n) * k + 2 * m * n, 12))
-    ]
     multiples = jnp.full((n, k // block), 7, jnp.int8)
     make_int4 = jax.jit(lambda x: (x >> 4).astype(jnp.int4))
     packed = [
@@ -159,10 +164,14 @@ def measure_w4a8(m: int, n: int, k: int, kernels, gpu):
     for words in kernels.ExpandedMmProblem(m, n, k, 1, "bfloat16").choices(gpu):
         if "multistage" not in words or m <= 128:
             kernels.restrict_expanded_mm(words)
-            yield words, timed(each(product), chained(packed))
+            yield words, timed(each(product), chained(packed, roofline))
             kernels.restrict_expanded_mm("")
-    yield "scaled_mm", timed(each(jax_qmm.scaled_mm), chained(dense(jnp.int8, 1, 12)))
-    yield "XLA bfloat16", timed(each(measure.xla_bf16), chained(dense(jnp.bfloat16, 2, 12)))
+    for name, function, dtype in (
+        ("scaled_mm", jax_qmm.scaled_mm, "int8"),
+        ("XLA bfloat16", measure.xla_bf16, "bfloat16"),
+    ):
+        dense = measure.operands(Product(m, n, k, 1, dtype, "bfloat16", False), dtype)
+        yield name, timed(each(function), chained(dense, roofline))
 
 
 def main() -> None:
@@ -174,24 +183,25 @@ def main() -> None:
     _, gpu = measure.open_gpu("kernels.py")
     kernels = _extension._load()[0]
     end = time.monotonic() + options.seconds
-    todo = [(kind, m, n, k) for kind in KINDS for n, k in WEIGHTS[: 4 if kind in KINDS[:2] else 2] for m in ROWS]
+    # The sizes, what the CSV says of the operands beside a kernel's words, and what measures.
     if options.w4a8:
-        todo = [(None, m, n, k) for n, k, m in W4A8_PRODUCTS]
+        names, todo = [], [(sizes, lambda words: [], measure_w4a8) for sizes in W4A8_PRODUCTS]
+    else:
+        names = ["dtype", "zero_points", "shared", "block"]
+        todo = [
+            ((n, k, m), functools.partial(columns, kind), functools.partial(measure_product, kind))
+            for kind in KINDS
+            for n, k in WEIGHTS[: 4 if kind in KINDS[:2] else 2]
+            for m in ROWS
+        ]
     with options.csv.open("w", newline="") as file, tqdm(todo, unit="product") as bar:
         writer = csv.writer(file)
-        of_kind = [] if options.w4a8 else ["dtype", "zero_points", "shared", "block"]
-        writer.writerow(["gpu", *of_kind, "n", "k", "m", "kernel", "us"])
-        for kind, m, n, k in bar:
+        writer.writerow(["gpu", *names, "n", "k", "m", "kernel", "us"])
+        for (n, k, m), of_operands, run in bar:
             if time.monotonic() > end:
                 break
-            if kind is None:
-                found = ((words, [], us) for words, us in measure_w4a8(m, n, k, kernels, gpu))
-            else:
-                found = (
-                    (words, columns(kind, words), us) for words, us in measure_product(kind, m, n, k, kernels, gpu)
-                )
-            for words, of_kind, us in found:
-                writer.writerow([gpu.name, *of_kind, n, k, m, words, f"{us:.1f}"])
+            for words, us in run(m, n, k, kernels, gpu):
+                writer.writerow([gpu.name, *of_operands(words), n, k, m, words, f"{us:.1f}"])
             file.flush()
 
 

@@ -23,6 +23,7 @@
 #include <array>
 
 #include "block_scaled_mm/kernel.cuh"
+#include "core/cluster.cuh"
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/mma_sm90.hpp"
 #include "cute/tensor.hpp"
@@ -71,12 +72,6 @@ struct ConfigSm90 {
 template <int kThreads>
 __device__ void sync_math() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-}
-
-// Without a release: see one_tile_sm90.cu.
-__device__ void sync_cluster() {
-  cute::cluster_arrive_relaxed();
-  cute::cluster_wait();
 }
 
 // What is particular to these kernels.

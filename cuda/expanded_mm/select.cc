@@ -41,14 +41,14 @@ bool serves(Instance const& i, ExpandedMm const& p) {
 
 // Cycles, as fitted to the times on an H100 of 14 products, M from 16 to 1024: most are within 10 %, one of few tiles
 // takes a third more. A launch by itself is half of what is said here; all kernels were measured in the same way.
-double few_rows_cycles(Instance const& i, ExpandedMm const& p, Gpu const& gpu) {
-  double const each = i.tile_m == 8 ? 0.039 : i.tile_m == 16 ? 0.046 : 0.086;  // of an SM, for a weight
-  return 19000 + double(ceil_div(p.m, i.tile_m)) * p.batch * p.n * p.k * each / gpu.sm_count;
-}
-
-double wgmma_cycles(Instance const& i, ExpandedMm const& p, Gpu const& gpu) {
-  double const tiles = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch;
-  double const waves = std::ceil(tiles * i.parts / gpu.sm_count), steps = std::ceil(double(p.k) / i.tile_k / i.parts);
+double measured_cycles(Instance const& i, ExpandedMm const& p, Gpu const& gpu) {
+  double const tiles_m = double(ceil_div(p.m, i.tile_m)) * p.batch;
+  if (i.few_rows) {
+    double const each = i.tile_m == 8 ? 0.039 : i.tile_m == 16 ? 0.046 : 0.086;  // of an SM, for a weight
+    return 19000 + tiles_m * p.n * p.k * each / gpu.sm_count;
+  }
+  double const waves = std::ceil(tiles_m * double(ceil_div(p.n, i.tile_n)) * i.parts / gpu.sm_count);
+  double const steps = std::ceil(double(p.k) / i.tile_k / i.parts);
   return 17500 + waves * (i.tile_cycles + (i.parts > 1 ? 5000 : 0) + steps * i.step_cycles);
 }
 
@@ -85,24 +85,17 @@ std::vector<int> expanded_mm_choices(ExpandedMm const& p, Gpu const& gpu) {
 
 std::optional<int> select_expanded_mm(ExpandedMm const& p, Gpu const& gpu) {
   std::vector<int> const choices = expanded_mm_choices(p, gpu);
-  if (choices.empty()) return std::nullopt;
-  auto const fastest = [&](auto has, auto time) {
+  auto const fastest = [&](bool measured, auto time) {
     std::optional<int> best;
     for (int const i : choices) {
       Instance const& each = instances()[i];
-      if (has(each) && (!best || time(each, p, gpu) < time(instances()[*best], p, gpu))) best = i;
+      bool const is_measured = each.few_rows || each.wgmma;
+      if (is_measured == measured && (!best || time(each, p, gpu) < time(instances()[*best], p, gpu))) best = i;
     }
     return best;
   };
-  auto const few_rows = [](Instance const& i) { return i.few_rows; };
-  auto const wgmma = [](Instance const& i) { return i.wgmma; };
-  std::optional<int> const few = fastest(few_rows, few_rows_cycles), many = fastest(wgmma, wgmma_cycles);
-  if (few && many) {
-    bool const takes_few = few_rows_cycles(instances()[*few], p, gpu) <= wgmma_cycles(instances()[*many], p, gpu);
-    return takes_few ? few : many;
-  }
-  if (few || many) return few ? few : many;
-  return fastest([](Instance const&) { return true; }, multistage_time);
+  if (auto const best = fastest(true, measured_cycles)) return best;
+  return fastest(false, multistage_time);
 }
 
 void restrict_expanded_mm(std::string words) { wanted() = std::move(words); }

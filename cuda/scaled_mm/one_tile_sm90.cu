@@ -29,6 +29,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "core/cluster.cuh"
 #include "core/launch.cuh"
 #include "core/prepare.h"
 #include "cute/arch/cluster_sm90.hpp"
@@ -122,13 +123,6 @@ template <class T>
 using Each = cutlass::AlignedArray<T, kEach>;
 template <class T, bool kOfRow>
 using EachOf = Each<T>;
-
-// Without a release, which takes up to 1 us: what other blocks read of this one's memory are barriers, which have a
-// fence of their own.
-__device__ void sync_cluster() {
-  cluster_arrive_relaxed();
-  cluster_wait();
-}
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)

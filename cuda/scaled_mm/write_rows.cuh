@@ -2,18 +2,13 @@
 // the block of the cluster that adds them up, which writes rows of the tile.
 #pragma once
 
+#include "core/cluster.cuh"
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "scaled_mm/epilogue.cuh"
 
 namespace jax_qmm {
-
-// Without a release: see one_tile_sm90.cu.
-__device__ inline void sync_cluster() {
-  cute::cluster_arrive_relaxed();
-  cute::cluster_wait();
-}
 
 // Which part of K the block multiplies, by its rank in the cluster along y, and which rows of the tile it adds up.
 struct Parts {
@@ -50,7 +45,7 @@ __device__ inline void send(uint32_t to, uint32_t barrier, int32_t first, int32_
                : "memory");
 }
 
-// For the math warps: stores their sums where they are added up, and waits for those of all parts. `place(i)` is the
+// For the math warps: stores their sums where they are added up, and waits for those of all parts. `places(i)` is the
 // row and the column of a sum. The code is short, as blocks run it once, at the speed of its way to the SM: a thread
 // has few rows, and in each of them two sums of every 8 columns.
 template <class C, int kMathThreads, class Acc, class Places>
