@@ -11,28 +11,53 @@
 
 namespace jax_qmm::block_scaled {
 
+// Keeps what is made of a lane's place in a register, where the compiler would make it again at each step.
+__device__ inline uint32_t kept(uint32_t value) {
+  asm("" : "+r"(value));
+  return value;
+}
+template <class T>
+__device__ T* kept(T* pointer) {
+  auto bits = reinterpret_cast<uint64_t>(pointer);
+  asm("" : "+l"(bits));
+  return reinterpret_cast<T*>(bits);
+}
+
 // The steps of a warp, of all tiles of its block, p.stages of which are on their way.
 template <class C>
 class StepsOfWarp {
  public:
   using Term = typename C::Weights::Term;
-  static constexpr int kMostStages = 4;
 
-  // Of a stage of a warp: words of all lanes, of which each reads its own; terms of all rows; rows of x.
-  __host__ __device__ static int stage_bytes(int m) { return kWordBytes + kTermBytes + m * kPitch; }
+  // Bytes of a stage of a warp: words of all lanes, of which each reads its own; what terms of all rows are made of;
+  // rows of x.
+  __host__ __device__ static int stage_bytes(int m, bool zero_points) {
+    return kWordBytes + block_bytes(zero_points) + m * kPitch;
+  }
+  // Bytes of a warp: its stages, and terms of the present step. An odd multiple of 128: where it is one of 1024, warps
+  // that copy to the same banks make a small product take up to 1.3 times as long on an H100.
+  static int bytes(int m, bool zero_points, int stages) {
+    return (stages * stage_bytes(m, zero_points) + kTermBytes + 127) / 256 * 256 + 128;
+  }
 
-  // `tile` is the first of `tiles` that the warp goes through, `begin` and `end` are its columns.
-  __device__ StepsOfWarp(Params const& p, int l, int tile, int tiles, int begin, int end, uint8_t* stages)
-      : p_(p),
-        l_(l),
-        tile_(tile),
-        begin_(begin),
-        end_(end),
-        left_(p.steps * tiles),
-        x_(static_cast<uint16_t const*>(p.x) + l * p.x_batch_stride),
-        stages_(stages),
-        stage_(stages),
-        terms_(stages) {
+  // `first_n` and `end_n` are the rows of weights that the warp goes through, `begin` and `end` its columns.
+  __device__ StepsOfWarp(Params const& p, int l, int first_n, int end_n, int begin, int end, uint8_t* stages)
+      : p_(p), l_(l), first_n_(first_n), end_n_(end_n), begin_(begin), end_(end) {
+    int const lane = threadIdx.x % 32;
+    uint32_t const shared = static_cast<uint32_t>(__cvta_generic_to_shared(stages));
+    bool const zero_points = p.zero_point.data != nullptr;
+    bytes_ = int(kept(stage_bytes(p.m, zero_points)));
+    uint32_t const terms = shared + p.stages * bytes_, x = shared + kWordBytes + block_bytes(zero_points);
+    scale_bytes_ = kept(bytes_of(p.scale.dtype));
+    zero_bytes_ = C::kFloatZero ? kept(bytes_of(p.zero_point.dtype)) : 1;
+    own_words_ = kept(shared + lane * 16);
+    own_blocks_ = kept(shared + kWordBytes + lane * 4);
+    own_terms_ = kept(terms + lane * uint32_t(sizeof(Term)));
+    terms_ = kept(terms + lane / 4 * uint32_t(sizeof(Term)));
+    x_ = kept(x + min(lane % 8, p.m - 1) * kPitch + lane / 8 * 16);
+    own_x_ = kept(x + lane / kChunks * kPitch + lane % kChunks * 16);
+    from_x_ = kept(static_cast<uint16_t const*>(p.x) + l * p.x_batch_stride + int64_t(lane / kChunks) * p.k +
+                   lane % kChunks * 8);
     start();
     for (int i = 0; i < p.stages; ++i) {
       copy();
@@ -40,21 +65,14 @@ class StepsOfWarp {
     }
   }
 
-  // Waits until the next step is there for all lanes.
-  __device__ void wait() const {
-    switch (p_.stages) {
-      case 4:
-        wait_for_copies<3>();
-        break;
-      case 3:
-        wait_for_copies<2>();
-        break;
-      case 2:
-        wait_for_copies<1>();
-        break;
-      default:
-        wait_for_copies<0>();
+  // Waits until the next step, if there is one, is there for all lanes.
+  __device__ void wait(bool any) const {
+    if (p_.stages == 2) {
+      wait_for_copies<1>();
+    } else {
+      wait_for_copies<0>();
     }
+    if (any) make_terms();
     __syncwarp();
   }
 
@@ -63,22 +81,17 @@ class StepsOfWarp {
     for (int i = 0; i < C::kTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        uint4 const v = *reinterpret_cast<uint4 const*>(stage_ + (2 * i + h) * 512 + threadIdx.x % 32 * 16);
+        uint4 const v = *at<uint4>(own_words_ + stage_ + (2 * i + h) * 512);
         words[i][h][0] = v.x, words[i][h][1] = v.y, words[i][h][2] = v.z, words[i][h][3] = v.w;
       }
     }
   }
 
   // The term of a unit of columns, of row h of tile i that this lane multiplies.
-  __device__ Term term(int unit, int i, int h) const {
-    return reinterpret_cast<Term const*>(stage_ + kWordBytes)[32 * unit + 16 * i + 8 * h + threadIdx.x % 32 / 4];
-  }
+  __device__ Term term(int unit, int i, int h) const { return at<Term>(terms_)[32 * unit + 16 * i + 8 * h]; }
 
   // Where this lane's chunk of 8 rows of x is: those that are not there repeat the last one, and give no results.
-  __device__ uint32_t x(int first_row) const {
-    int const lane = threadIdx.x % 32, row = min(first_row + lane % 8, p_.m - 1);
-    return address(stage_ + kWordBytes + kTermBytes + row * kPitch + lane / 8 * 16);
-  }
+  __device__ uint32_t x() const { return x_ + stage_; }
 
   // Copies another step to where the present one was, and goes to the next.
   __device__ void release() {
@@ -88,126 +101,134 @@ class StepsOfWarp {
   }
 
  private:
-  static constexpr int kRow = 2 * C::kColumns, kPitch = kRow + 16;  // of x
+  static constexpr int kPitch = 2 * C::kColumns + 16;  // of rows of x
+  static constexpr int kChunks = C::kColumns / 8, kRowsAtOnce = 32 / kChunks;
   static constexpr int kWordBytes = C::kTiles * 2 * 512, kTermBytes = C::kUnits * 32 * int(sizeof(Term));
+  static constexpr int kScales = 128, kZeros = kScales + C::kUnits * 128;  // of all rows, behind where these are
   static_assert(C::kRows == 32, "a lane has the terms of a row");
 
-  __device__ static uint32_t address(void const* shared) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  __host__ __device__ static int block_bytes(bool zero_points) {
+    return zero_points ? kZeros + C::kUnits * 128 : kZeros;
   }
 
-  __device__ void next() {
-    int const bytes = stage_bytes(p_.m);
-    stage_ += bytes;
-    if (stage_ == stages_ + p_.stages * bytes) stage_ = stages_;
+  template <class T>
+  __device__ static T* at(uint32_t address) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    return reinterpret_cast<T*>(shared + (address - static_cast<uint32_t>(__cvta_generic_to_shared(shared))));
   }
 
-  // Goes to the first step of a tile. Rows beyond the matrix repeat its last one.
+  __device__ void next() { stage_ = stage_ + bytes_ == p_.stages * bytes_ ? 0 : stage_ + bytes_; }
+
+  // Goes to the first step of a tile. Rows beyond the last one repeat it.
   __device__ void start() {
-    int const lane = threadIdx.x % 32, first_n = tile_ * C::kRows;
+    int const lane = threadIdx.x % 32;
     column_ = begin_;
 #pragma unroll
     for (int i = 0; i < C::kTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        int const n = min(first_n + 16 * i + 8 * h + lane / 4, p_.n - 1);
-        words_[i][h] =
-            p_.w + l_ * p_.w_batch_stride + int64_t(n) * p_.row_bytes + column_ / 8 * C::kBits + lane % 4 * 16;
+        int const n = min(first_n_ + 16 * i + 8 * h + lane / 4, end_n_ - 1);
+        words_[i][h] = kept(p_.w + l_ * p_.w_batch_stride + int64_t(n) * p_.row_bytes + lane % 4 * 16);
       }
     }
-    first_group_ = int64_t(min(first_n + lane, p_.n - 1)) * p_.groups;
+    int64_t const first_group = int64_t(min(first_n_ + lane, end_n_ - 1)) * p_.groups;
+    scale_ = first_of(p_.scale, first_group);
+    zero_ = first_of(p_.zero_point, first_group);
   }
 
-  // Terms come by registers, and are stored a step later, when they are there.
+  __device__ uint8_t const* first_of(BlockScaledMm::Blocks const& blocks, int64_t group) const {
+    int64_t const at = l_ * blocks.batch_stride + group;
+    return kept(static_cast<uint8_t const*>(blocks.data) + at * bytes_of(blocks.dtype));
+  }
+
   __device__ void copy() {
-    bool const there = left_ > 0 && column_ < end_;
-    if (there) {
+    if (first_n_ < end_n_ && column_ < end_) {
       copy_words();
+      copy_blocks();
       copy_x();
     }
     commit_copies();
-    store_terms();
-    there_ = there;
-    if (there) load_terms();
-    if (p_.stages == 1) store_terms();
-    if (left_ > 0) {
-      --left_;
-      column_ += C::kColumns;
-      if (++step_ == p_.steps) {
-        step_ = 0, tile_ += gridDim.x;
-        if (left_ > 0) start();
-      }
+    column_ += C::kColumns;
+    if (++step_ == p_.steps) {
+      step_ = 0, first_n_ += C::kRows;
+      if (first_n_ < end_n_) start();
     }
   }
 
-  __device__ void copy_words() {
-    uint32_t const to = address(stage_) + threadIdx.x % 32 * 16;
+  __device__ void copy_words() const {
+    unsigned const column = unsigned(column_) / 8 * C::kBits;
 #pragma unroll
     for (int i = 0; i < C::kTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        copy_async<16>(to + (2 * i + h) * 512, words_[i][h], true);
-        words_[i][h] += 64;
+        copy_async<16>(own_words_ + stage_ + (2 * i + h) * 512, words_[i][h] + column, true);
       }
     }
   }
 
-  // What is beyond x becomes zeros.
+  // What is beyond x becomes zeros. All blocks of an SM copy the same x, which L1 has for them.
   __device__ void copy_x() const {
-    constexpr int kChunks = C::kColumns / 8, kRowsAtOnce = 32 / kChunks;
     int const lane = threadIdx.x % 32, k = column_ + lane % kChunks * 8;
+    uint32_t to = own_x_ + stage_;
+    uint16_t const* from = from_x_ + column_;
+#pragma unroll 1
     for (int row = lane / kChunks; row < p_.m; row += kRowsAtOnce) {
-      uint8_t* const to = stage_ + kWordBytes + kTermBytes + row * kPitch + lane % kChunks * 16;
-      uint16_t const* const from = x_ + int64_t(row) * p_.k + k;
       if (p_.aligned) {
-        copy_async<16>(address(to), reinterpret_cast<uint8_t const*>(from), k < end_);
+        copy_async<16, true>(to, reinterpret_cast<uint8_t const*>(from), k < end_);
       } else {
 #pragma unroll 1
-        for (int i = 0; i < 8; ++i) reinterpret_cast<uint16_t*>(to)[i] = k + i < end_ ? from[i] : 0;
+        for (int i = 0; i < 8; ++i) at<uint16_t>(to)[i] = k + i < end_ ? from[i] : 0;
       }
+      to += kRowsAtOnce * kPitch, from += kRowsAtOnce * p_.k;
     }
   }
 
-  // Of this lane's row.
-  __device__ void load_terms() {
-    terms_ = stage_ + kWordBytes;
+  // Scales and zero points of this lane's row, in words that have them, of which another one says where. Beyond x,
+  // where it has zeros, there are none, which gives terms of zero.
+  __device__ void copy_blocks() const {
+    uint32_t const to = own_blocks_ + stage_;
+    uint32_t where = 0;
 #pragma unroll
     for (int u = 0; u < C::kUnits; ++u) {
       int const column = column_ + u * C::kUnit;
-      // Where there are zeros of x there shall be one of w.
-      scales_[u] = u == 0 || column < end_ ? load_term(p_.scale, p_.scale.dtype, column) : 0;
-      if (p_.zero_point.data != nullptr)
-        zeros_[u] = load_term(p_.zero_point, p_.zero_point.dtype, min(column, end_ - 1));
+      bool const inside = u == 0 || column < end_;
+      unsigned const group = __umulhi(unsigned(inside ? column : end_ - 1) / C::kUnit * 2, p_.block_inverse);
+      where |= copy_word(to + kScales + 128 * u, scale_, scale_bytes_, group, inside) << 4 * u;
+      if (p_.zero_point.data != nullptr) {
+        where |= copy_word(to + kZeros + 128 * u, zero_, zero_bytes_, group, inside) << 4 * u + 2;
+      }
     }
+    *at<uint32_t>(to) = where;
   }
 
-  __device__ uint32_t load_term(BlockScaledMm::Blocks const& blocks, DType dtype, int column) const {
-    int64_t const at = l_ * blocks.batch_stride + first_group_ + __umulhi(2 * (column / C::kUnit), p_.block_inverse);
-    if (dtype == DType::kS8) return static_cast<uint8_t const*>(blocks.data)[at];
-    if (dtype == DType::kF32) return static_cast<uint32_t const*>(blocks.data)[at];
-    return static_cast<uint16_t const*>(blocks.data)[at];
+  // Copies a word up to an element, and returns at which of its bytes that begins.
+  __device__ static unsigned copy_word(uint32_t to, uint8_t const* data, unsigned bytes, unsigned at, bool inside) {
+    uint8_t const* const element = data + uint64_t(at) * bytes;
+    unsigned const before = reinterpret_cast<uintptr_t>(element) % 4;
+    copy_word_async(to, element - before, inside ? before + bytes : 0);
+    return before;
   }
 
-  __device__ void store_terms() const {
-    if (!there_) return;
+  __device__ void make_terms() const {
+    uint32_t const from = own_blocks_ + stage_, where = *at<uint32_t>(from);
+    auto const element = [&](uint32_t word, int bit) { return *at<uint32_t>(from + word) >> (where >> bit) % 4 * 8; };
 #pragma unroll
     for (int u = 0; u < C::kUnits; ++u) {
-      float const scale = to_float(scales_[u], p_.scale.dtype);
-      reinterpret_cast<Term*>(terms_)[32 * u + threadIdx.x % 32] =
-          C::Weights::term(scale, zeros_[u], p_.zero_point.dtype);
+      float const scale = to_float(element(kScales + 128 * u, 4 * u), p_.scale.dtype);
+      uint32_t const zero = p_.zero_point.data != nullptr ? element(kZeros + 128 * u, 4 * u + 2) : 0;
+      at<Term>(own_terms_)[32 * u] = C::Weights::term(scale, zero, p_.zero_point.dtype);
     }
   }
 
   Params const& p_;
-  int l_, tile_, begin_, end_, left_, step_ = 0, column_;
-  uint16_t const* x_;
-  uint8_t *stages_, *stage_;
-  uint8_t const* words_[C::kTiles][2];
-  int64_t first_group_;
-  // Terms that are on their way: whether there are any, to where, and what they are made of.
-  bool there_ = false;
-  uint8_t* terms_;
-  uint32_t scales_[C::kUnits], zeros_[C::kUnits] = {};
+  int l_, first_n_, end_n_, begin_, end_, step_ = 0, column_;
+  // In shared memory: the bytes of a stage, where the present one is, and of the first one what this lane copies, makes
+  // and multiplies.
+  int bytes_, stage_ = 0;
+  uint32_t own_words_, own_blocks_, own_terms_, own_x_, terms_, x_;
+  uint32_t scale_bytes_, zero_bytes_;
+  uint16_t const* from_x_;
+  uint8_t const *words_[C::kTiles][2], *scale_, *zero_;  // at the first column of rows
 };
 
 template <class C>
@@ -217,23 +238,29 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) direct_kernel(Pa
   extern __shared__ __align__(128) uint8_t shared[];
   auto* const partial = reinterpret_cast<float*>(shared);
   int const warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
-  int const l = blockIdx.x / p.tiles_n, first_tile = blockIdx.x % p.tiles_n;
+  int const l = blockIdx.x / p.blocks_n, first_n = blockIdx.x % p.blocks_n * p.rows_of_block;
+  int const end_n = min(p.n, first_n + p.rows_of_block);
 
-  begin();
   int const k_begin = blockIdx.y * p.k_of_part, k_end = min(p.k, k_begin + p.k_of_part);
   int const k_of_warp = (k_end - k_begin + C::kStep - 1) / C::kStep * C::kColumns;
   int const first_k = min(k_end, k_begin + warp * k_of_warp), end_k = min(k_end, first_k + k_of_warp);
-  int const tiles = (p.tiles_n - first_tile + gridDim.x - 1) / gridDim.x;
-  int const stages = p.stages * StepsOfWarp<C>::stage_bytes(p.m);
-  StepsOfWarp<C> steps(p, l, first_tile, tiles, first_k, end_k,
-                       shared + C::kWarpsK * p.m * C::kSumsPitch * sizeof(float) + warp * stages);
 
-  for (int i = 0; i < tiles; ++i) {
+  // The first weights, to L2 by the time that the kernel before this one is done.
+  if (first_k < end_k) {
+    int const n = min(first_n + int(threadIdx.x) % 32, end_n - 1);
+    prefetch_l2(p.w + l * p.w_batch_stride + int64_t(n) * p.row_bytes + first_k / 8 * C::kBits);
+  }
+  begin();
+  StepsOfWarp<C> steps(p, l, first_n, end_n, first_k, end_k,
+                       shared + C::kWarpsK * p.m * C::kSumsPitch * sizeof(float) + warp * p.warp_bytes);
+
+  for (int n = first_n; n < end_n; n += C::kRows) {
     float acc[C::kTiles][kTilesM][4] = {};
 #pragma unroll 1
     for (int step = 0; step < p.steps; ++step) {
-      steps.wait();
-      if (first_k + step * C::kColumns < end_k) {
+      bool const any = first_k + step * C::kColumns < end_k;
+      steps.wait(any);
+      if (any) {
         using Term = typename C::Weights::Term;
         uint32_t words[C::kTiles][2][4];
         steps.load(words);
@@ -245,16 +272,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) direct_kernel(Pa
           first = C::kUnits == 1 ? terms[j][h] : steps.term(kUnit, j, h);
           second = C::kUnit == 16 ? steps.term(kUnit + 1, j, h) : first;
         };
-        uint32_t x[kTilesM];
-#pragma unroll
-        for (int j = 0; j < kTilesM; ++j) x[j] = steps.x(8 * j);
-        multiply_step<C>(words, acc, take, [&](auto piece, auto tile, uint32_t (&b)[4]) {
-          load_matrices<64 * decltype(piece)::value>(b[0], b[1], b[2], b[3], x[decltype(tile)::value]);
+        uint32_t const x = steps.x();
+        multiply_step<C>(words, acc, take, [&](auto piece, auto, uint32_t (&b)[4]) {
+          load_matrices<64 * decltype(piece)::value>(b[0], b[1], b[2], b[3], x);
         });
       }
       steps.release();
     }
-    if (i > 0) __syncthreads();  // the sums of the last tile are added
+    if (n > first_n) __syncthreads();  // the sums of the last tile are added
 #pragma unroll
     for (int j = 0; j < C::kTiles * kTilesM; ++j) {
 #pragma unroll
@@ -264,8 +289,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) direct_kernel(Pa
       }
     }
     __syncthreads();
-    int const first_n = (first_tile + i * gridDim.x) * C::kRows;
-    write_rows<C::kRows, C::kSumsPitch, C::kThreads>(p, partial, C::kWarpsK, p.m, p.m, l, 0, first_n);
+    write_rows<C::kRows, C::kSumsPitch, C::kThreads>(p, partial, C::kWarpsK, p.m, p.m, l, 0, n, end_n);
   }
 #endif
 }
@@ -286,16 +310,20 @@ cudaError_t launch_direct(BlockScaledMm const& problem, int split, Submit const&
   int const parts = set_parts<C>(problem, split, params);
   params.steps = int(ceil_div(params.k_of_part, C::kStep));
   // What all blocks of an SM share is a little more than one may have, of which each takes a KiB for itself.
+  using Steps = StepsOfWarp<C>;
   int const sums = C::kWarpsK * problem.m * C::kSumsPitch * int(sizeof(float));
-  int const stage = C::kWarpsK * StepsOfWarp<C>::stage_bytes(problem.m);
-  int const fitting = (gpu->shared_memory / C::kBlocksPerSm - 512 - sums) / stage;
-  params.stages = std::clamp(fitting, 1, StepsOfWarp<C>::kMostStages);
-  // A block that stays for several tiles has x of one entry of the batch.
-  unsigned const tiles = params.tiles_n * unsigned(problem.batch);
-  unsigned const resident = std::max(1, gpu->sm_count * C::kBlocksPerSm / parts);
-  LaunchShape const shape{{problem.batch > 1 ? tiles : std::min(tiles, resident), unsigned(parts)},
+  int const of_warp = (gpu->shared_memory / C::kBlocksPerSm - 512 - sums) / C::kWarpsK;
+  bool const zero_points = problem.zero_point.data != nullptr;
+  params.stages = Steps::bytes(problem.m, zero_points, 2) <= of_warp ? 2 : 1;
+  params.warp_bytes = Steps::bytes(problem.m, zero_points, params.stages);
+  // As many tiles for each block as all that are resident need.
+  int64_t const tiles = int64_t(params.tiles_n) * problem.batch;
+  int64_t const resident = std::max(1, gpu->sm_count * C::kBlocksPerSm / parts);
+  params.rows_of_block = C::kRows * int(ceil_div(tiles, resident));
+  params.blocks_n = unsigned(ceil_div(problem.n, params.rows_of_block));
+  LaunchShape const shape{{params.blocks_n * unsigned(problem.batch), unsigned(parts)},
                           C::kThreads,
-                          size_t(sums + params.stages * stage)};
+                          size_t(sums + C::kWarpsK * params.warp_bytes)};
   cudaError_t const error = jax_qmm::launch(submit, shape, direct_kernel<C>, params);
   return error || parts == 1 ? error : add_parts(problem, parts, submit);
 }

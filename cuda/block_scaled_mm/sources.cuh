@@ -23,9 +23,13 @@ struct Params {
   bool aligned;      // whether rows of x start at multiples of 16 bytes
   bool stores_four;  // whether four results of a row can be stored at once
   unsigned tiles_m, tiles_n;
-  int k_of_part;      // whole steps
-  int steps, stages;  // of direct.cuh: how many steps of a warp a tile has, and how many are on their way
-  float* parts;       // [parts][batch][m][n], where sums go if K is split over blocks, or null
+  int k_of_part;  // whole steps
+  // Of direct.cuh: a block's rows of weights, of how many blocks, and a warp's bytes of shared memory, steps of a tile,
+  // and how many of these are on their way.
+  int rows_of_block;
+  unsigned blocks_n;
+  int warp_bytes, steps, stages;
+  float* parts;  // [parts][batch][m][n], where sums go if K is split over blocks, or null
   int64_t sums_of_part;
   VectorArg<float, false> bias;
   DType out_dtype;
@@ -60,12 +64,12 @@ struct Params {
 };
 
 // Adds the sums of all parts of K, [parts][rows_of_part][kPitch], in their order, and writes `rows` of them from
-// first_m on: the results, or sums for add_parts.
+// first_m on, up to column end_n: the results, or sums for add_parts.
 template <int kRows, int kPitch, int kThreads>
 __device__ void write_rows(Params const& p, float const* partial, int parts, int rows_of_part, int rows, int l,
-                           int first_m, int first_n) {
+                           int first_m, int first_n, int end_n) {
   constexpr int kEach = 4, kAcross = kRows / kEach, kDown = kThreads / kAcross;
-  int const column = threadIdx.x % kAcross * kEach, n = first_n + column, columns = min(kEach, p.n - n);
+  int const column = threadIdx.x % kAcross * kEach, n = first_n + column, columns = min(kEach, end_n - n);
   if (columns <= 0) return;
   float bias[kEach] = {};
   for (int j = 0; j < columns && p.parts == nullptr; ++j) bias[j] = p.bias.load(l, n + j);

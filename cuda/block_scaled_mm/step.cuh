@@ -90,7 +90,7 @@ __device__ void multiply_step(uint32_t const (&words)[C::kTiles][2][4], float (&
 template <class C>
 __device__ void write_sums(Params const& p, int l, int first_m, int first_n, float const* partial) {
   write_rows<C::kRows, C::kSumsPitch, C::kThreads>(p, partial, C::kWarpsK, C::kTileM, min(C::kTileM, p.m - first_m), l,
-                                                   first_m, first_n);
+                                                   first_m, first_n, p.n);
 }
 
 // How many blocks share K.

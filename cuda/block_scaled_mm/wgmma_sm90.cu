@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   }
   cudaGridDependencySynchronize();  // the bias is next
   write_rows<kRowsW, kPitch, kMathThreads>(p, partial, parts, rows_of_part, rows, l, first_m + part * rows_of_part,
-                                           first_n);
+                                           first_n, p.n);
 }
 
 // Has TMA load boxes of a matrix of 3 dimensions, and zeros for what is beyond.

@@ -7,12 +7,14 @@
 
 namespace jax_qmm {
 
-// Bytes that are not there become zeros.
-template <int Bytes>
+// Bytes that are not there become zeros. What other warps or blocks of the SM copy too may come through L1.
+template <int Bytes, bool kThroughL1 = (Bytes < 16)>
 __device__ void copy_async(uint32_t to, uint8_t const* from, bool is_there) {
 #if __CUDA_ARCH__ >= 800
   int const there = is_there ? Bytes : 0;
-  if constexpr (Bytes == 16) {
+  if constexpr (Bytes == 16 && kThroughL1) {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there) : "memory");
+  } else if constexpr (Bytes == 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(there), "n"(Bytes)
@@ -26,6 +28,14 @@ __device__ void copy_async(uint32_t to, uint8_t const* from, bool is_there) {
   *static_cast<Word*>(__cvta_shared_to_generic(to)) = word;
 #endif
 }
+// The first bytes of a word, and zeros for its others. Not on Turing.
+__device__ inline void copy_word_async(uint32_t to, uint8_t const* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+#endif
+}
+// 128 bytes at most, of which nothing is read: what they are may still change.
+__device__ inline void prefetch_l2(uint8_t const* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ inline void commit_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
