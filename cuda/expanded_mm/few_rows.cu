@@ -1,5 +1,6 @@
-// A block has 16 rows of w, the 16-row operand of the tensor cores, and up to 32 rows of x; its warps take turns at K.
-// A thread has 32 columns beside each other of two rows, 16 bytes each, and all loads of a turn on their way before it
+// A block has 16 or 32 rows of w, the 16-row operand of the tensor cores, and up to 32 rows of x; its warps take turns
+// at K. More rows of w read x less often, more warps have more loads on their way where there are few blocks. A thread
+// has 32 columns beside each other of two rows, 16 bytes each, and all loads of a turn on their way before it
 // multiplies. What a fragment calls K is any 32 columns, as long as they are the same of both operands: so w stays in
 // the order of memory, and its even columns come before the odd ones, as masks take them out of a word.
 #include <algorithm>
@@ -15,7 +16,6 @@
 namespace jax_qmm::expanded {
 namespace {
 
-constexpr int kWarps = 8, kRows = 16;
 constexpr int kTurn = 4 * ExpandedMm::kColumns;  // columns of a warp: four threads share a row
 
 struct Params {
@@ -49,24 +49,32 @@ __device__ void write(Params const& p, int l, int m, int n, int32_t sum) {
   }
 }
 
-// kEights: how often 8 rows of x.
-template <int kEights>
+// kEights: how often 8 rows of x. kTiles: how often 16 rows of w.
+template <int kEights, int kTiles, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) few_rows_kernel(Params p) {
+  constexpr int kRows = 16 * kTiles;
   __shared__ int32_t partial[kWarps][8 * kEights][kRows + 2];  // padded: the fragments' stores hit distinct banks
 
   int const l = blockIdx.y, first_n = blockIdx.x * kRows, first_m = blockIdx.z * 8 * kEights;
-  int const warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
+  uint8_t const* const w = p.w + l * p.w_batch_stride;
+  // The first weights, to L2 by the time that the kernel before this one is done.
+  if (lane < kRows && warp * kTurn < p.k) {
+    prefetch_l2(w + (int64_t(min(first_n + lane, p.n - 1)) * p.k + warp * kTurn) / 2);
+  }
   begin();
 
-  int32_t acc[kEights][4] = {};
+  int32_t acc[kTiles][kEights][4] = {};
   for (int k = warp * kTurn; k < p.k; k += kWarps * kTurn) {
     int const column = k + ExpandedMm::kColumns * member;
-    Row rows[2];
+    Row rows[kTiles][2];
     uint4 x[kEights][2] = {};
     if (column < p.k) {
-      // Rows beyond the matrix repeat its last one.
-      rows[0].load(p, l, min(first_n + group, p.n - 1), column);
-      rows[1].load(p, l, min(first_n + 8 + group, p.n - 1), column);
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        int const n = min(first_n + 8 * i + group, p.n - 1);  // rows beyond the matrix repeat its last one
+        rows[i / 2][i % 2].load(p, l, n, column);
+      }
 #pragma unroll
       for (int i = 0; i < kEights; ++i) {
         int const m = first_m + 8 * i + group;
@@ -75,26 +83,34 @@ __global__ void __launch_bounds__(32 * kWarps) few_rows_kernel(Params p) {
         x[i][0] = from[0], x[i][1] = from[1];
       }
     }
-    uint32_t const words[2][4] = {{rows[0].values.x, rows[0].values.y, rows[0].values.z, rows[0].values.w},
-                                  {rows[1].values.x, rows[1].values.y, rows[1].values.z, rows[1].values.w}};
-    Expansion const expansions[2] = {rows[0].block.expansion(), rows[1].block.expansion()};
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      uint32_t of_w[4];
+    for (int tile = 0; tile < kTiles; ++tile) {
+      Expansion const expansions[2] = {rows[tile][0].block.expansion(), rows[tile][1].block.expansion()};
 #pragma unroll
-      for (int row = 0; row < 2; ++row) expansions[row].make(words[row][word], of_w[row], of_w[2 + row]);
+      for (int word = 0; word < 4; ++word) {
+        uint32_t of_w[4];
 #pragma unroll
-      for (int i = 0; i < kEights; ++i) {
-        uint4 const of_x = x[i][word / 2];
-        uint32_t const low = word % 2 == 0 ? of_x.x : of_x.z, high = word % 2 == 0 ? of_x.y : of_x.w;
-        mma(acc[i], of_w, {__byte_perm(low, high, 0x6420), __byte_perm(low, high, 0x7531)});
+        for (int row = 0; row < 2; ++row) {
+          uint4 const values = rows[tile][row].values;
+          uint32_t const words[4] = {values.x, values.y, values.z, values.w};
+          expansions[row].make(words[word], of_w[row], of_w[2 + row]);
+        }
+#pragma unroll
+        for (int i = 0; i < kEights; ++i) {
+          uint4 const of_x = x[i][word / 2];
+          uint32_t const low = word % 2 == 0 ? of_x.x : of_x.z, high = word % 2 == 0 ? of_x.y : of_x.w;
+          mma(acc[tile][i], of_w, {__byte_perm(low, high, 0x6420), __byte_perm(low, high, 0x7531)});
+        }
       }
     }
   }
 #pragma unroll
-  for (int i = 0; i < kEights; ++i) {
+  for (int i = 0; i < kTiles * kEights; ++i) {
+    int const tile = i / kEights, eight = i % kEights;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) partial[warp][8 * i + 2 * member + c % 2][8 * (c / 2) + group] = acc[i][c];
+    for (int c = 0; c < 4; ++c) {
+      partial[warp][8 * eight + 2 * member + c % 2][16 * tile + 8 * (c / 2) + group] = acc[tile][eight][c];
+    }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 8 * kEights * kRows; i += 32 * kWarps) {
@@ -102,17 +118,18 @@ __global__ void __launch_bounds__(32 * kWarps) few_rows_kernel(Params p) {
     if (m >= p.m || n >= p.n) continue;
     int32_t sum = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += partial[w][i / kRows][row];
+    for (int part = 0; part < kWarps; ++part) sum += partial[part][i / kRows][row];
     write(p, l, m, n, sum);
   }
 }
 
-template <int kEights>
+template <int kEights, int kTiles, int kWarps>
 cudaError_t prepare(bool& fits) {
-  return prepare_kernel(reinterpret_cast<void const*>(few_rows_kernel<kEights>), {1, 32 * kWarps}, fits);
+  return prepare_kernel(reinterpret_cast<void const*>(few_rows_kernel<kEights, kTiles, kWarps>), {1, 32 * kWarps},
+                        fits);
 }
 
-template <int kEights>
+template <int kEights, int kTiles, int kWarps>
 cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
   Params const params{static_cast<uint8_t const*>(p.a),
                       static_cast<uint8_t const*>(p.b),
@@ -125,23 +142,34 @@ cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
                       p.out_batch_stride,
                       Blocks(p),
                       epilogue_args<false>(p)};
-  dim3 const grid(unsigned(ceil_div(p.n, kRows)), unsigned(p.batch), unsigned(ceil_div(p.m, 8 * kEights)));
-  return jax_qmm::launch(submit, {grid, 32 * kWarps}, few_rows_kernel<kEights>, params);
+  dim3 const grid(unsigned(ceil_div(p.n, 16 * kTiles)), unsigned(p.batch), unsigned(ceil_div(p.m, 8 * kEights)));
+  return jax_qmm::launch(submit, {grid, 32 * kWarps}, few_rows_kernel<kEights, kTiles, kWarps>, params);
 }
 
-template <int kEights>
-Instance instance() {
-  Instance i{"sm80 few rows " + std::to_string(8 * kEights) + "x16 int4", prepare<kEights>, launch<kEights>};
-  i.tile_m = 8 * kEights, i.few_rows = true;
+template <int kEights, int kTiles, int kWarps>
+Instance instance(int blocks_per_sm, int tile_cycles, int step_cycles, int busy_cycles) {
+  constexpr int kTileM = 8 * kEights, kTileN = 16 * kTiles, kTileK = kWarps * kTurn;
+  Instance i{"sm80 few rows " + words_of_tile(kTileM, kTileN, kTileK) + " int4", prepare<kEights, kTiles, kWarps>,
+             launch<kEights, kTiles, kWarps>};
+  i.tile_m = kTileM, i.tile_n = kTileN, i.tile_k = kTileK, i.blocks_per_sm = blocks_per_sm;
+  i.few_rows = true;
+  i.tile_cycles = tile_cycles, i.step_cycles = step_cycles, i.busy_cycles = busy_cycles;
   return i;
 }
 
 }  // namespace
 
 void add_few_rows(std::vector<Instance>& to) {
-  to.push_back(instance<1>());
-  to.push_back(instance<2>());
-  to.push_back(instance<4>());
+  to.push_back(instance<1, 1, 8>(5, 0, 2250, 575));
+  to.push_back(instance<1, 1, 16>(2, 900, 1700, 1250));
+  to.push_back(instance<1, 2, 16>(2, 0, 3250, 2300));
+  to.push_back(instance<2, 1, 8>(4, 0, 2150, 715));
+  to.push_back(instance<2, 1, 16>(2, 1000, 2200, 1400));
+  to.push_back(instance<2, 2, 8>(3, 0, 2950, 1200));
+  to.push_back(instance<4, 1, 8>(2, 0, 2000, 1000));
+  to.push_back(instance<4, 1, 16>(1, 2750, 2300, 0));
+  to.push_back(instance<4, 2, 8>(2, 0, 2900, 1550));
+  to.push_back(instance<4, 2, 4>(4, 0, 2600, 775));
 }
 
 }  // namespace jax_qmm::expanded

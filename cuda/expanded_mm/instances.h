@@ -13,15 +13,15 @@ struct Instance {
   std::string words;
   cudaError_t (*prepare)(bool& fits);
   cudaError_t (*launch)(ExpandedMm const&, Submit const&);
-  int tile_m = 0;
-  bool few_rows = false;  // serves up to kFewRows
-  // Of those for any number of rows.
-  int tile_n = 0, tile_k = 0, blocks_per_sm = 0;
+  int tile_m = 0, tile_n = 0, tile_k = 0, blocks_per_sm = 0;
   int shared_bytes = 0;
+  bool few_rows = false;  // serves up to kFewRows
   // Of those of Hopper alone.
   bool wgmma = false;
-  int parts = 1;                         // of K, a block of the cluster each
-  int tile_cycles = 0, step_cycles = 0;  // measured: of a tile besides its steps of K, and of a step
+  int parts = 1;  // of K, a block of the cluster each
+  // Measured on an H100: of a tile besides its steps of K, and of a step. Of few rows a step by itself, and what it
+  // takes of an SM that has others too.
+  int tile_cycles = 0, step_cycles = 0, busy_cycles = 0;
 };
 
 // In a source for each.

@@ -39,17 +39,22 @@ bool serves(Instance const& i, ExpandedMm const& p) {
   return (!i.few_rows || p.m <= p.kFewRows) && (!i.wgmma || p.k > 0);  // TMA has no empty rows
 }
 
-// Cycles, as fitted to the times on an H100 of 14 products, M from 16 to 1024: most are within 10 %, one of few tiles
-// takes a third more. A launch by itself is half of what is said here; all kernels were measured in the same way.
+// Cycles, as fitted to times on an H100: of 14 products with M from 16 to 1024 by wgmma, where most are within 10 %,
+// and of 8 weights with M from 1 to 64 by the kernels for few rows, which are within 9 % in the mean. A launch by
+// itself is half of what is said here, as it was measured with wgmma.
 double measured_cycles(Instance const& i, ExpandedMm const& p, Gpu const& gpu) {
-  double const tiles_m = double(ceil_div(p.m, i.tile_m)) * p.batch;
-  if (i.few_rows) {
-    double const each = i.tile_m == 8 ? 0.039 : i.tile_m == 16 ? 0.046 : 0.086;  // of an SM, for a weight
-    return 19000 + tiles_m * p.n * p.k * each / gpu.sm_count;
-  }
-  double const waves = std::ceil(tiles_m * double(ceil_div(p.n, i.tile_n)) * i.parts / gpu.sm_count);
+  double const tiles = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch;
   double const steps = std::ceil(double(p.k) / i.tile_k / i.parts);
-  return 17500 + waves * (i.tile_cycles + (i.parts > 1 ? 5000 : 0) + steps * i.step_cycles);
+  if (!i.few_rows) {
+    double const waves = std::ceil(tiles * i.parts / gpu.sm_count);
+    return 17500 + waves * (i.tile_cycles + (i.parts > 1 ? 5000 : 0) + steps * i.step_cycles);
+  }
+  auto const wave = [&](double blocks_of_sm) {
+    return i.tile_cycles + steps * std::cbrt(std::pow(i.step_cycles, 3) + std::pow(blocks_of_sm * i.busy_cycles, 3));
+  };
+  double const slots = double(gpu.sm_count) * i.blocks_per_sm, full = std::floor(tiles / slots),
+               rest = tiles - full * slots;
+  return 11400 + full * wave(i.blocks_per_sm) + (rest > 0 ? wave(std::ceil(rest / gpu.sm_count)) : 0);
 }
 
 // Seconds, as predicted from the description of the GPU. The constants are those of convolutions, which have the same

@@ -3,6 +3,8 @@
 import csv
 import math
 
+import pytest
+
 
 def test_choices_are_near_the_fastest_that_was_measured(extension, h200, stored):
     products = {}
@@ -23,10 +25,11 @@ def test_choices_are_near_the_fastest_that_was_measured(extension, h200, stored)
     assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.02 and max(ratios.values()) < 1.15, ratios
 
 
-def test_choices_of_w4a8_are_near_the_fastest_that_was_measured(extension, h200, stored):
+@pytest.mark.parametrize("name", ["expanded_mm_kernels.csv", "expanded_mm_few_rows.csv"])
+def test_choices_of_w4a8_are_near_the_fastest_that_was_measured(extension, h200, stored, name):
     """On an H100, which has the SMs of an H200."""
     products = {}
-    with stored("../h100/expanded_mm_kernels.csv").open() as file:
+    with stored(f"../h100/{name}").open() as file:
         for row in csv.DictReader(file):
             if row["kernel"].endswith("int4"):
                 products.setdefault((row["m"], row["n"], row["k"]), {})[row["kernel"]] = float(row["us"])

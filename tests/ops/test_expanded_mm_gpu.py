@@ -12,8 +12,12 @@ from jax_qmm.ops.expanded_mm import expanded_mm
 
 pytestmark = pytest.mark.gpu
 TILES = ("128x64x128", "128x128x128", "256x128x128")
+FEW_ROWS = (
+    *("8x16x1024", "8x16x2048", "8x32x2048", "16x16x1024", "16x16x2048", "16x32x1024"),
+    *("32x16x1024", "32x16x2048", "32x32x1024", "32x32x512"),
+)
 KERNELS = (
-    *("sm80 few rows 8x16 int4", "sm80 few rows 16x16 int4", "sm80 few rows 32x16 int4"),
+    *(f"sm80 few rows {tile} int4" for tile in FEW_ROWS),
     *("sm80 multistage 64x64x64 int4", "sm80 multistage 64x64x128 int4", "sm80 multistage 128x128x64 int4"),
     *(f"sm90 wgmma {tile}{parts} int4" for tile in TILES for parts in ("", " split-K 2")),
 )
@@ -62,8 +66,8 @@ def kernel(request, extension):
     [
         (1, 1, 1, 32, 32),
         (1, 5, 17, 96, 32),  # a warp of few rows has three of its four threads' columns
-        (1, 8, 16, 1024, 128),  # a turn of all warps, and so many steps that every stage is filled again
-        (1, 9, 33, 1056, 64),  # and a short one
+        (1, 8, 16, 2048, 128),  # a turn of all warps, and so many steps that every stage is filled again
+        (1, 9, 33, 2080, 64),  # and a short one
         (2, 16, 31, 320, 256),  # the last block is short
         (1, 17, 40, 224, 96),
         (3, 33, 16, 128, 128),  # two tiles of x
