@@ -13,6 +13,7 @@ void add_instances(std::vector<Instance>& to) {
     constexpr bool kFloatZero = decltype(float_zero)::value;
     constexpr int kUnit = decltype(unit)::value;
     to.push_back(direct_instance<Config<T, kBits, kFloatZero, kUnit, 8, 2, 1, 8>>(In));
+    if constexpr (kUnit > 32) to.push_back(direct_instance<Config<T, kBits, kFloatZero, kUnit, 16, 2, 1, 8>>(In));
     to.push_back(instance<Config<T, kBits, kFloatZero, kUnit, 16, 2, 2, 4>>(In));
     to.push_back(instance<Config<T, kBits, kFloatZero, kUnit, 32, kUnit == 16 ? 1 : 2, 4, 2>>(In));
     if constexpr (kUnit > 32) to.push_back(instance<Config<T, kBits, kFloatZero, kUnit, 64, 2, 8, 1>>(In));

@@ -54,7 +54,8 @@ class StepsOfWarp {
     own_blocks_ = kept(shared + kWordBytes + lane * 4);
     own_terms_ = kept(terms + lane * uint32_t(sizeof(Term)));
     terms_ = kept(terms + lane / 4 * uint32_t(sizeof(Term)));
-    x_ = kept(x + min(lane % 8, p.m - 1) * kPitch + lane / 8 * 16);
+#pragma unroll
+    for (int j = 0; j < kTilesM; ++j) x_[j] = kept(x + min(8 * j + lane % 8, p.m - 1) * kPitch + lane / 8 * 16);
     own_x_ = kept(x + lane / kChunks * kPitch + lane % kChunks * 16);
     from_x_ = kept(static_cast<uint16_t const*>(p.x) + l * p.x_batch_stride + int64_t(lane / kChunks) * p.k +
                    lane % kChunks * 8);
@@ -91,7 +92,7 @@ class StepsOfWarp {
   __device__ Term term(int unit, int i, int h) const { return at<Term>(terms_)[32 * unit + 16 * i + 8 * h]; }
 
   // Where this lane's chunk of 8 rows of x is: those that are not there repeat the last one, and give no results.
-  __device__ uint32_t x() const { return x_ + stage_; }
+  __device__ uint32_t x(int eight) const { return x_[eight] + stage_; }
 
   // Copies another step to where the present one was, and goes to the next.
   __device__ void release() {
@@ -101,6 +102,7 @@ class StepsOfWarp {
   }
 
  private:
+  static constexpr int kTilesM = C::kTileM / 8;
   static constexpr int kPitch = 2 * C::kColumns + 16;  // of rows of x
   static constexpr int kChunks = C::kColumns / 8, kRowsAtOnce = 32 / kChunks;
   static constexpr int kWordBytes = C::kTiles * 2 * 512, kTermBytes = C::kUnits * 32 * int(sizeof(Term));
@@ -225,7 +227,7 @@ class StepsOfWarp {
   // In shared memory: the bytes of a stage, where the present one is, and of the first one what this lane copies, makes
   // and multiplies.
   int bytes_, stage_ = 0;
-  uint32_t own_words_, own_blocks_, own_terms_, own_x_, terms_, x_;
+  uint32_t own_words_, own_blocks_, own_terms_, own_x_, terms_, x_[kTilesM];
   uint32_t scale_bytes_, zero_bytes_;
   uint16_t const* from_x_;
   uint8_t const *words_[C::kTiles][2], *scale_, *zero_;  // at the first column of rows
@@ -272,9 +274,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) direct_kernel(Pa
           first = C::kUnits == 1 ? terms[j][h] : steps.term(kUnit, j, h);
           second = C::kUnit == 16 ? steps.term(kUnit + 1, j, h) : first;
         };
-        uint32_t const x = steps.x();
-        multiply_step<C>(words, acc, take, [&](auto piece, auto, uint32_t (&b)[4]) {
-          load_matrices<64 * decltype(piece)::value>(b[0], b[1], b[2], b[3], x);
+        multiply_step<C>(words, acc, take, [&](auto piece, auto tile, uint32_t (&b)[4]) {
+          load_matrices<64 * decltype(piece)::value>(b[0], b[1], b[2], b[3], steps.x(decltype(tile)::value));
         });
       }
       steps.release();
