@@ -365,7 +365,7 @@ def test_what_the_kernels_do_not_serve(m, k, block, why):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 class TestDirect:
-    """The kernels for up to 8 rows, whose warps each copy for themselves, and whose blocks stay for several tiles."""
+    """The kernels for up to 8 or 16 rows, whose warps each copy for themselves, and whose blocks stay for several tiles."""
 
     @pytest.fixture(autouse=True)
     def direct_alone(self, all_kernels):
@@ -385,7 +385,12 @@ class TestDirect:
     def test_steps(self, m, n, k, block, zero_point, dtype, bits):
         check(*operands(m, m, n, k, dtype, bits, block, zero_point), bits=bits, block=block)
 
-    @pytest.mark.parametrize(("m", "k"), [(1, 1100), (2, 2056), (5, 777), (8, 4640)])
+    @pytest.mark.parametrize("zero_point", ["none", "int8"])
+    @pytest.mark.parametrize(("m", "n", "k"), [(9, 33, 129), (16, 35, 5200), (13, 20, 5129)])
+    def test_steps_of_more_rows(self, m, n, k, zero_point, dtype, bits):
+        check(*operands(m, m, n, k, dtype, bits, 128, zero_point), bits=bits, block=128)
+
+    @pytest.mark.parametrize(("m", "k"), [(1, 1100), (2, 2056), (5, 777), (8, 4640), (15, 1320)])
     def test_blocks_stay_for_several_tiles(self, m, k, dtype, bits):
         n = 2 * 32 * 2 * _extension.gpu().sm_count + 40
         x, q, scale, zero_point = operands(m, m, n, k, dtype, bits, 128, "int8")
