@@ -57,16 +57,17 @@ struct Costs {
   double dequantizing, row;  // cycles of a lane for each of its weights: once, and for each row of x
   double l2;                 // bytes that an SM gets of it in a cycle
   double copying;            // of a copy's rate, at which weights come
+  double adding = 2.6e-6;    // seconds, of a second kernel for the sums of parts beside reading them
 };
 
 // Fitted to 726 times on an H200, of all kernels on five weights of int4 and int8 in blocks of 128 and 1 to 1024 rows,
-// and to 400 of the direct kernel: benchmarks/block_scaled_mm/README.md.
+// and those of the direct kernels to 1580 on an H100: benchmarks/block_scaled_mm/README.md.
 Costs costs_of(Instance const& i) {
   bool const int4 = i.bits == 4;
   double const unit = i.unit;
   if (i.in == DType::kF32) return {2e-6, 1.9e-6, 0.33, 7.7, 2.6, 18.6, 1};
   if (i.wgmma) return {4.5e-6, 2.4e-6, 0.29, int4 ? 5.4 : 7.3, 2.0 / 128, 69, 0.94};
-  if (i.direct) return {4.9e-6, 0.7e-6, 0.2, int4 ? 4.7 : 6.5, 43 / unit, 23, 0.81};
+  if (i.direct) return {3.2e-6, 0.5e-6, 0.54, int4 ? 4.1 : 5.8, 22.4 / unit, 21.7, 1, 1.1e-6};
   return {2e-6, 1.9e-6, 0.33, int4 ? 8.4 : i.in == DType::kF16 ? 10.7 : 14.5, 10.2 / unit, 18.6, 1};
 }
 
@@ -78,7 +79,10 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   double const blocks = tiles_m * tiles_n * p.batch * parts;
   // Clusters of four find no place on the last SMs of some GPCs.
   double const slots = gpu.sm_count * i.blocks_per_sm * (i.wgmma && std::max(i.share, parts) >= 4 ? 0.9 : 1.0);
-  double const resident = std::min<double>(i.blocks_per_sm, std::ceil(blocks / gpu.sm_count));
+  // The blocks of a cluster may all be on one SM while others have none.
+  bool const packed = i.wgmma && parts > 1;
+  double const resident =
+      packed ? i.blocks_per_sm : std::min<double>(i.blocks_per_sm, std::ceil(blocks / gpu.sm_count));
   // An SM has 128 lanes. With wgmma the tensor cores' products come beside them.
   double const cycles = costs.dequantizing + costs.row * (i.scale_weights ? 128 : i.tile_m);
   double const issuing = double(i.rows) * i.step * cycles / (128 * gpu.clock) * (1 + costs.neighbour * (resident - 1));
@@ -94,8 +98,8 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   double const weights = double(p.batch) * p.n * p.row_bytes(), x = double(p.batch) * p.m * p.k * bytes_of(p.in);
   double const reading =
       std::max(weights / (costs.copying * gpu.copy_rate), (weights * tiles_m + x * tiles_n / i.share) / of_l2);
-  double const adding =  // by a second kernel
-      parts > 1 && !i.wgmma ? 2.6e-6 + 4.0 * parts * sums_of_part(p) / (40 * gpu.sm_count * gpu.clock) : 0;
+  double const adding =
+      parts > 1 && !i.wgmma ? costs.adding + 4.0 * parts * sums_of_part(p) / (40 * gpu.sm_count * gpu.clock) : 0;
   return costs.launch + std::cbrt(cube(computing) + cube(reading)) + adding;
 }
 
