@@ -1,8 +1,8 @@
-// Products of few rows of 16-bit x, for which reading weights is all that takes time. No barrier stands in the
-// loop: each warp has a contiguous part of K, and copies its steps of weights and x to shared memory of its own,
-// several ahead. (Loads to registers would not be ahead: ptxas gives those of all steps one scoreboard, so that the
-// first use waits for all.) A lane makes the terms of one row's blocks, for all. Blocks go from one tile of rows of
-// weights to the next, whose first steps are on their way when the sums of the last are added.
+// Products of few rows of 16-bit x, for which reading weights is all that takes time. No barrier stands in the loop: each
+// warp has a contiguous part of K, and copies its steps of weights, scales, zero points and x to shared memory of its
+// own, two ahead, so that L1 keeps memory for x. (Loads to registers would not be ahead: ptxas gives those of all steps
+// one scoreboard, so that the first use waits for all.) A lane makes the terms of one row's blocks, for all. Blocks go
+// from one tile of rows of weights to the next, whose first steps are on their way when the sums of the last are added.
 #pragma once
 
 #include "block_scaled_mm/step.cuh"
@@ -320,7 +320,7 @@ cudaError_t launch_direct(BlockScaledMm const& problem, int split, Submit const&
   // As many tiles for each block as all that are resident need.
   int64_t const tiles = int64_t(params.tiles_n) * problem.batch;
   int64_t const resident = std::max(1, gpu->sm_count * C::kBlocksPerSm / parts);
-  params.rows_of_block = C::kRows * int(ceil_div(tiles, resident));
+  params.rows_of_block = C::kRows * int(std::min<int64_t>(params.tiles_n, ceil_div(tiles, resident)));
   params.blocks_n = unsigned(ceil_div(problem.n, params.rows_of_block));
   LaunchShape const shape{{params.blocks_n * unsigned(problem.batch), unsigned(parts)},
                           C::kThreads,

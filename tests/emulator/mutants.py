@@ -41,6 +41,7 @@ TESTS = {
     ],
     "direct": [
         BLOCKS.format("TestDirect::test_steps[8-35-5200-128-int8-bfloat16-4]"),
+        BLOCKS.format("TestDirect::test_steps[1-33-129-16-int8-bfloat16-4]"),
         BLOCKS.format("TestDirect::test_blocks_stay_for_several_tiles[1-1100-bfloat16-4]"),
         BLOCKS.format("TestDirect::test_blocks_stay_for_several_tiles[5-777-bfloat16-4]"),
     ],
@@ -77,8 +78,9 @@ TESTS = {
     ],
     "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 144)],
     "expanded": [
-        EXPANDED.format(f"test_shapes[{name}-1-9-33-1056-64-True]")
+        EXPANDED.format(f"test_shapes[{name}-1-9-33-2080-64-True]")
         for name in (
+            "sm80 few rows 32x32x512 int4",
             "sm80 multistage 64x64x128 int4",
             "sm90 wgmma 128x64x128 split-K 2 int4",
             "sm90 wgmma 256x128x128 int4",
@@ -109,7 +111,8 @@ WINDOWS, DEPTHWISE = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise"))
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 WRITE_ROWS = "scaled_mm/write_rows.cuh"
 ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cu"
-EXPANSION, EXPANDED_WGMMA = "expanded_mm/expansion.cuh", "expanded_mm/wgmma_sm90.cu"
+EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
+EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
 WGMMA_OF_BLOCKS = "block_quantized_mm/wgmma_sm90.cuh"
 BLOCK_SCALED, BLOCK_STEP, BLOCK_SOURCES, DEQUANTIZE, DIRECT = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "step", "sources", "dequantize", "direct")
@@ -165,7 +168,7 @@ MUTANTS = [
         "zero * 0x10001 + 0xbf00bf00",
         "(zero + 1) * 0x10001 + 0xbf00bf00",
     ),
-    Mutant("direct: waits one group too few", DIRECT, "wait_for_copies<3>();", "wait_for_copies<4>();"),
+    Mutant("direct: waits one group too few", DIRECT, "wait_for_copies<1>();", "wait_for_copies<2>();"),
     Mutant(
         "direct: lanes copy over what others still read",
         DIRECT,
@@ -173,16 +176,27 @@ MUTANTS = [
         "  __device__ void release() {\n",
         noticed=False,  # loads before stores, by lanes of a warp
     ),
-    Mutant("direct: lanes read what others have yet to wait for", DIRECT, "    }\n    __syncwarp();\n", "    }\n"),
-    Mutant("direct: sums are overwritten before they are added", DIRECT, "    if (i > 0) __syncthreads();", "   "),
-    Mutant("direct: the next tile's weights are this one's", DIRECT, "if (left_ > 0) start();", "column_ = begin_;"),
+    Mutant(
+        "direct: lanes read what others have yet to wait for",
+        DIRECT,
+        "make_terms();\n    __syncwarp();\n",
+        "make_terms();\n",
+    ),
+    Mutant(
+        "direct: sums are overwritten before they are added", DIRECT, "    if (n > first_n) __syncthreads();", "   "
+    ),
+    Mutant(
+        "direct: the next tile's weights are this one's", DIRECT, "if (first_n_ < end_n_) start();", "column_ = begin_;"
+    ),
     Mutant(
         "direct: rows of weights beyond N",
         DIRECT,
-        "min(first_n + 16 * i + 8 * h + lane / 4, p_.n - 1)",
-        "first_n + 16 * i + 8 * h + lane / 4",
+        "min(first_n_ + 16 * i + 8 * h + lane / 4, end_n_ - 1)",
+        "first_n_ + 16 * i + 8 * h + lane / 4",
     ),
-    Mutant("direct: scales beyond K", DIRECT, "u == 0 || column < end_ ?", "true ?"),
+    Mutant("direct: scales beyond K", DIRECT, "inside ? column : end_ - 1", "column"),
+    Mutant("direct: all bytes of a scale's word", DIRECT, "inside ? before + bytes : 0", "4"),
+    Mutant("direct: a scale is at the beginning of its word", DIRECT, " >> (where >> bit) % 4 * 8", ""),
     Mutant("direct: rows of x beyond M", DIRECT, "row < p_.m; row", "row < C::kTileM; row"),
     Mutant("quantize: one chunk too many is loaded", QUANTIZE, "if (i < count) chunks", "if (i <= count) chunks"),
     Mutant("quantize: one chunk too many is stored", QUANTIZE, "if (i >= count) break;", "if (i > count) break;"),
@@ -416,6 +430,8 @@ MUTANTS = [
     Mutant(
         "expanded: rows beyond N", EXPANSION, "min(first_n_ + i * kRowsAtOnce, n_ - 1)", "first_n_ + i * kRowsAtOnce"
     ),
+    Mutant("expanded: few rows beyond N", FEW_ROWS, "min(first_n + 8 * i + group, p.n - 1)", "first_n + 8 * i + group"),
+    Mutant("expanded: few rows are added before all are there", FEW_ROWS, "  __syncthreads();\n", ""),
     Mutant(
         "expanded: blocks of the step before",
         "expanded_mm/multistage.cu",

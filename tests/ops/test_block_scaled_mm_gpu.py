@@ -365,7 +365,7 @@ def test_what_the_kernels_do_not_serve(m, k, block, why):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 class TestDirect:
-    """The kernels for up to 8 or 16 rows, whose warps each copy for themselves, and whose blocks stay for several tiles."""
+    """The kernels for up to 8 or 16 rows, whose warps copy for themselves, and whose blocks stay for several tiles."""
 
     @pytest.fixture(autouse=True)
     def direct_alone(self, all_kernels):
