@@ -1,8 +1,9 @@
-// Products of few rows of 16-bit x, for which reading weights is all that takes time. No barrier stands in the loop: each
-// warp has a contiguous part of K, and copies its steps of weights, scales, zero points and x to shared memory of its
-// own, two ahead, so that L1 keeps memory for x. (Loads to registers would not be ahead: ptxas gives those of all steps
-// one scoreboard, so that the first use waits for all.) A lane makes the terms of one row's blocks, for all. Blocks go
-// from one tile of rows of weights to the next, whose first steps are on their way when the sums of the last are added.
+// Products of few rows of 16-bit x, for which reading weights is all that takes time. No barrier stands in the loop:
+// each warp has a contiguous part of K, and copies its steps of weights, scales, zero points and x to shared memory of
+// its own, two ahead, so that L1 keeps memory for x. (Loads to registers would not be ahead: ptxas gives those of all
+// steps one scoreboard, so that the first use waits for all.) A lane makes the terms of one row's blocks, for all.
+// Blocks go from one tile of rows of weights to the next, whose first steps are on their way when the sums of the last
+// are added.
 #pragma once
 
 #include "block_scaled_mm/step.cuh"
