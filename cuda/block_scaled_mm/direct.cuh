@@ -195,7 +195,7 @@ class StepsOfWarp {
     for (int u = 0; u < C::kUnits; ++u) {
       int const column = column_ + u * C::kUnit;
       bool const inside = u == 0 || column < end_;
-      unsigned const group = __umulhi(unsigned(inside ? column : end_ - 1) / C::kUnit * 2, p_.block_inverse);
+      unsigned const group = __umulhi(unsigned(column) / C::kUnit * 2, p_.block_inverse);
       where |= copy_word(to + kScales + 128 * u, scale_, scale_bytes_, group, inside) << 4 * u;
       if (p_.zero_point.data != nullptr) {
         where |= copy_word(to + kZeros + 128 * u, zero_, zero_bytes_, group, inside) << 4 * u + 2;

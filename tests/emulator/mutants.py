@@ -194,7 +194,9 @@ MUTANTS = [
         "min(first_n_ + 16 * i + 8 * h + lane / 4, end_n_ - 1)",
         "first_n_ + 16 * i + 8 * h + lane / 4",
     ),
-    Mutant("direct: scales beyond K", DIRECT, "inside ? column : end_ - 1", "column"),
+    Mutant(
+        "direct: scales beyond K", DIRECT, "bool const inside = u == 0 || column < end_", "bool const inside = true"
+    ),
     Mutant("direct: all bytes of a scale's word", DIRECT, "inside ? before + bytes : 0", "4"),
     Mutant("direct: a scale is at the beginning of its word", DIRECT, " >> (where >> bit) % 4 * 8", ""),
     Mutant("direct: rows of x beyond M", DIRECT, "row < p_.m; row", "row < C::kTileM; row"),
