@@ -141,11 +141,23 @@ def has_wgmma(gpu, extension):
 
 
 @pytest.fixture
-def h200(extension):
+def h200(hopper):
     """The extension's description of an H200."""
+    return hopper("NVIDIA H200")
+
+
+@pytest.fixture
+def h100(hopper):
+    """And of an H100."""
+    return hopper("NVIDIA H100 80GB HBM3")
+
+
+@pytest.fixture
+def hopper(extension):
+    """Describes a GPU of Hopper with 132 SMs by its name."""
     if "90a" not in extension.architectures():
         pytest.skip("the build is without Hopper's kernels")
-    return extension.Gpu("NVIDIA H200", 132, 90)
+    return lambda name: extension.Gpu(name, 132, 90)
 
 
 @pytest.fixture(scope="session")

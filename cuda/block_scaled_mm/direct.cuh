@@ -135,13 +135,13 @@ class StepsOfWarp {
       }
     }
     int64_t const first_group = int64_t(min(first_n_ + lane, end_n_ - 1)) * p_.groups;
-    scale_ = first_of(p_.scale, first_group);
-    zero_ = first_of(p_.zero_point, first_group);
+    scale_ = first_of(p_.scale, scale_bytes_, first_group);
+    zero_ = first_of(p_.zero_point, zero_bytes_, first_group);
   }
 
-  __device__ uint8_t const* first_of(BlockScaledMm::Blocks const& blocks, int64_t group) const {
+  __device__ uint8_t const* first_of(BlockScaledMm::Blocks const& blocks, unsigned bytes, int64_t group) const {
     int64_t const at = l_ * blocks.batch_stride + group;
-    return kept(static_cast<uint8_t const*>(blocks.data) + at * bytes_of(blocks.dtype));
+    return kept(static_cast<uint8_t const*>(blocks.data) + at * bytes);
   }
 
   __device__ void copy() {

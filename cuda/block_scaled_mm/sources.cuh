@@ -137,6 +137,7 @@ struct Config {
   static constexpr int kHeld = std::max(1, kUnits / 4);                   // by each lane of four that share a row
   static constexpr int kSumsPitch = kRows + 4;                            // the stores of fragments hit distinct banks
   static constexpr int kSharedBytes = std::max(kStages * kStageBytes, WarpsK * TileM * kSumsPitch * 4);
+  // Of direct.cuh, whose warps all share K, two where registers allow it.
   static constexpr int kBlocksPerSm = WarpsN == 1 && !FloatZero && Unit > 16 ? 2 : 1;
   // Where registers are short, what was loaded is moved to where it is multiplied from; elsewhere two steps are
   // unrolled, which take turns.

@@ -34,8 +34,6 @@ __device__ inline void copy_word_async(uint32_t to, uint8_t const* from, int byt
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 #endif
 }
-// 128 bytes at most, of which nothing is read: what they are may still change.
-__device__ inline void prefetch_l2(uint8_t const* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ inline void commit_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
