@@ -19,9 +19,13 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(Params p, int parts
   if (i >= p.sums_of_part) return;
   float sum = p.parts[i];
   for (int part = 1; part < parts; ++part) sum += p.parts[part * p.sums_of_part + i];
-  int64_t const row = i / p.n;
-  int const l = int(row / p.m), n = int(i % p.n);
-  p.write<1>(l, int(row % p.m), n, {sum}, {p.bias.load(l, n)});
+  int const l = int(i / p.n / p.m), n = int(i % p.n), integer = 0;
+  float const y = sum + p.bias.load(l, n);
+  auto const write = [&](auto bits) {
+    using Bits = decltype(bits);
+    static_cast<Bits*>(p.out)[i] = p.output().round<Bits, 1>(&y, &integer);
+  };
+  bytes_of(p.out_dtype) == 2 ? write(BitsOf<2>()) : write(BitsOf<4>());
 }
 
 }  // namespace

@@ -60,13 +60,13 @@ struct Costs {
   double adding = 2.6e-6;    // seconds, of a second kernel for the sums of parts beside reading them
 };
 
-// Fitted to 726 times on an H200, of all kernels on five weights of int4 and int8 in blocks of 128 and 1 to 1024 rows,
-// and those of the direct kernels to 1580 on an H100: benchmarks/block_scaled_mm/README.md.
+// Fitted to times of all kernels on five weights of int4 and int8 in blocks of 128: 726 of portable kernels on an H200,
+// 1040 of wgmma there, and 1580 of direct kernels on an H100: benchmarks/block_scaled_mm/README.md.
 Costs costs_of(Instance const& i) {
   bool const int4 = i.bits == 4;
   double const unit = i.unit;
   if (i.in == DType::kF32) return {2e-6, 1.9e-6, 0.33, 7.7, 2.6, 18.6, 1};
-  if (i.wgmma) return {4.5e-6, 2.4e-6, 0.29, int4 ? 5.4 : 7.3, 2.0 / 128, 69, 0.94};
+  if (i.wgmma) return {2.4e-6, 3.0e-6, 0.7, int4 ? 4.4 : 5.95, 3.25 / 128, 48, 1};
   if (i.direct) return {3.2e-6, 0.5e-6, 0.54, int4 ? 4.1 : 5.8, 22.4 / unit, 21.7, 1, 1.1e-6};
   return {2e-6, 1.9e-6, 0.33, int4 ? 8.4 : i.in == DType::kF16 ? 10.7 : 14.5, 10.2 / unit, 18.6, 1};
 }
@@ -86,11 +86,11 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   // An SM has 128 lanes. With wgmma the tensor cores' products come beside them.
   double const cycles = costs.dequantizing + costs.row * (i.scale_weights ? 128 : i.tile_m);
   double const issuing = double(i.rows) * i.step * cycles / (128 * gpu.clock) * (1 + costs.neighbour * (resident - 1));
-  double const rate = 0.68 * gpu.peak / 2 / gpu.sm_count;
+  double const rate = 0.89 * gpu.peak / 2 / gpu.sm_count;
   double const multiplying = i.wgmma ? 2.0 * i.rows * i.step * i.tile_m * resident / rate : 0;
   auto const cube = [](double seconds) { return seconds * seconds * seconds; };
   double const steps = double(ceil_div(ceil_div(p.k, i.step), parts));
-  double const sending = parts > 1 && i.wgmma ? 0.049e-6 * i.tile_m : 0;  // of sums to the blocks that share K
+  double const sending = parts > 1 && i.wgmma ? 0.041e-6 * i.tile_m : 0;  // of sums to the blocks that share K
   double const waves = std::ceil(blocks / slots);
   double const computing = waves * (steps * std::cbrt(cube(issuing) + cube(multiplying)) + costs.block + sending);
   // Memory has the weights to read once, and L2 what every block reads.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "block_scaled_mm/dequantize.cuh"
 #include "block_scaled_mm/instances.h"
@@ -37,63 +38,71 @@ struct Params {
   float low, high;
 
   __device__ FullOutput output() const { return {out_dtype, activation, low, high, quantize::AnyDivisor(1.0f), 0.0f}; }
-
-  // Finishes `kCount` neighbours of a row.
-  template <int kCount>
-  __device__ void write(int l, int m, int n, float const (&sums)[kCount], float const (&bias)[kCount]) const {
-    float y[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) y[i] = sums[i] + bias[i];
-    int64_t const at = (int64_t(l) * this->m + m) * this->n + n;
-    if (bytes_of(out_dtype) == 2) {
-      store(static_cast<uint16_t*>(out) + at, y);
-    } else {
-      store(static_cast<uint32_t*>(out) + at, y);
-    }
-  }
-
- private:
-  template <class Bits, int kCount>
-  __device__ void store(Bits* to, float const (&y)[kCount]) const {
-    struct alignas(kCount * sizeof(Bits)) All {
-      Bits bits[kCount];
-    };
-    int const integers[kCount] = {};
-    *reinterpret_cast<All*>(to) = output().template round<All, kCount>(y, integers);
-  }
 };
 
 // Adds the sums of all parts of K, [parts][rows_of_part][kPitch], in their order, and writes `rows` of them from
-// first_m on, up to column end_n: the results, or sums for add_parts.
+// first_m on, up to column end_n: the results, or sums for add_parts. Most have no activation and whole stores, for
+// which the loop is short: blocks run it once, at the speed of its way to the SM.
 template <int kRows, int kPitch, int kThreads>
 __device__ void write_rows(Params const& p, float const* partial, int parts, int rows_of_part, int rows, int l,
                            int first_m, int first_n, int end_n) {
   constexpr int kEach = 4, kAcross = kRows / kEach, kDown = kThreads / kAcross;
   int const column = threadIdx.x % kAcross * kEach, n = first_n + column, columns = min(kEach, end_n - n);
   if (columns <= 0) return;
-  float bias[kEach] = {};
-  for (int j = 0; j < columns && p.parts == nullptr; ++j) bias[j] = p.bias.load(l, n + j);
-  for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
-    float sums[kEach] = {};
-    for (int part = 0; part < parts; ++part) {
-      float4 const four = *reinterpret_cast<float4 const*>(&partial[(part * rows_of_part + row) * kPitch + column]);
-      float const more[kEach] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) sums[j] = part == 0 ? more[j] : sums[j] + more[j];
+  auto const sums_of = [&](int row, float const(&bias)[kEach]) {
+    auto const of = [&](int part) {
+      return *reinterpret_cast<float4 const*>(&partial[(part * rows_of_part + row) * kPitch + column]);
+    };
+    float4 sum = of(0);
+    for (int part = 1; part < parts; ++part) {
+      float4 const more = of(part);
+      sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
     }
-    int const m = first_m + row;
-    if (p.parts != nullptr) {
-      float* const to = p.parts + blockIdx.y * p.sums_of_part + (int64_t(l) * p.m + m) * p.n + n;
-      for (int j = 0; j < columns; ++j) to[j] = sums[j];
-    } else if (p.stores_four) {
-      p.write(l, m, n, sums, bias);
-    } else {
+    return std::array{sum.x + bias[0], sum.y + bias[1], sum.z + bias[2], sum.w + bias[3]};
+  };
+  int const first_row = threadIdx.x / kAcross;
+  int64_t const at = (int64_t(l) * p.m + first_m) * p.n + n;
+  float bias[kEach] = {};
+  if (p.parts != nullptr) {
+    float* const to = p.parts + blockIdx.y * p.sums_of_part + at;
+    for (int row = first_row; row < rows; row += kDown) {
+      auto const sums = sums_of(row, bias);
+      for (int j = 0; j < columns; ++j) to[int64_t(row) * p.n + j] = sums[j];
+    }
+    return;
+  }
+  for (int j = 0; j < columns; ++j) bias[j] = p.bias.load(l, n + j);
+  int const integers[kEach] = {};
+  auto const write = [&](auto bits) {
+    using Bits = decltype(bits);
+    struct alignas(kEach * sizeof(Bits)) Whole {
+      Bits bits[kEach];
+    };
+    Bits* const to = static_cast<Bits*>(p.out) + at;
+    if (p.activation == Activation::kNone && p.stores_four) {
+#pragma unroll 4
+      for (int row = first_row; row < rows; row += kDown) {
+        Whole const whole = PlainOutput{p.out_dtype}.round<Whole, kEach>(sums_of(row, bias), integers);
+        *reinterpret_cast<Whole*>(to + int64_t(row) * p.n) = whole;
+      }
+      return;
+    }
+    FullOutput const output = p.output();
+#pragma unroll 1
+    for (int row = first_row; row < rows; row += kDown) {
+      Whole const whole = output.template round<Whole, kEach>(sums_of(row, bias), integers);
+      Bits* const here = to + int64_t(row) * p.n;
+      if (p.stores_four) {
+        *reinterpret_cast<Whole*>(here) = whole;
+      } else {
 #pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        if (j < columns) p.write<1>(l, m, n + j, {sums[j]}, {bias[j]});
+        for (int j = 0; j < kEach; ++j) {
+          if (j < columns) here[j] = whole.bits[j];
+        }
       }
     }
-  }
+  };
+  bytes_of(p.out_dtype) == 2 ? write(BitsOf<2>()) : write(BitsOf<4>());
 }
 
 template <class C>

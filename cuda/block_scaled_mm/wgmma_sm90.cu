@@ -4,14 +4,17 @@
 // it has many, weights are, so that all registers are left to the sums.
 //
 //   warps                role
-//   0 ... kMathWarps-1   two warpgroups: dequantize and multiply, each 64 rows of weights; they write the results
+//   0 ... kMathWarps-1   warpgroups that dequantize and multiply, each 64 rows of weights; they write the results
 //   kMathWarps           loads x and weights by TMA
-//   kMathWarps + 1       makes the terms of scales and zero points
+//   kMathWarps + 1 ...   make the terms of scales and zero points, each of some rows
 //
 //   mbarrier       arrivals of a phase                       who waits
-//   full[stage]    2, the load and the terms warp, and the   math warps
-//                  bytes of what TMA brings
-//   empty[stage]   kMathWarps of each block that shares x    load and terms warps, from the second turn on
+//   full[stage]    1 + kTermsWarps, and the bytes of what    math warps
+//                  TMA brings
+//   empty[stage]   kMathWarps of each block that shares x    the other warps, from the second turn on
+//   second_full    1 and the bytes of the second half of x,  math warps
+//                  where that is large
+//   second_empty   as empty[stage]                           the load warp
 //   added          kMathWarps, 1 for the expected bytes,     math warps: the sums of all parts of K are there (one
 //   phase)
 //                  and the bytes of the parts' sums
@@ -37,33 +40,37 @@ namespace {
 constexpr int kStep = 128;     // columns of a stage
 constexpr int kColumnsX = 64;  // of a box of x: 128 bytes, the span of TMA's swizzle
 constexpr int kBoxBytes = 64;  // of a row of a box of weights
-constexpr int kMathWarps = 8, kMathThreads = 32 * kMathWarps;
-constexpr int kRowsW = 128, kPitch = kRowsW + 4;  // the stores of fragments hit distinct banks
 
 // `ScaleWeights`: else the sums of each stage are scaled.
-template <class T, int Bits, int TileM, bool ScaleWeights>
+template <class T, int Bits, int TileM, bool ScaleWeights, int Rows = 128>
 struct ConfigSm90 {
   using Element = std::conditional_t<kIsBf16<T>, cutlass::bfloat16_t, cutlass::half_t>;
   using Weights = std::conditional_t<ScaleWeights, ScalingDequantizer<Bits>, Dequantizer<T, Bits, false>>;
   using Term = typename Weights::Term;
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<TileM>, cute::_16>>(),
-      cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
-  static constexpr int kBits = Bits, kTileM = TileM, kRows = kRowsW;
+      cute::Layout<cute::Shape<cute::Int<Rows / 64>, cute::_1, cute::_1>>{}));
+  static constexpr int kBits = Bits, kTileM = TileM, kRows = Rows;
+  static constexpr int kPitch = Rows + 4;  // of sums: the stores of fragments hit distinct banks
+  static constexpr int kMathWarps = Rows / 16, kMathThreads = 32 * kMathWarps;
   static constexpr bool kScaleWeights = ScaleWeights;
   static constexpr int kUnit = ScaleWeights ? kColumnsX : kStep;  // of which each has a term
   static constexpr int kBlocksPerSm = TileM <= 16 ? 2 : 1;
   // Where math warps need more registers than there are for each, the others make a warpgroup, which leaves them some.
   static constexpr bool kMovesRegisters = TileM >= 64;
+  static constexpr int kMathRegisters = Rows == 128 ? 216 : 152, kOtherRegisters = Rows == 128 ? 72 : 56;
   static constexpr int kThreads = kMathThreads + (kMovesRegisters ? 128 : 64);
+  static constexpr int kTermsWarps = kMovesRegisters ? Rows / 64 : 1;
   static constexpr int kBytesX = 2 * kColumnsX * TileM, kBoxesW = Bits / 4, kTerms = kStep / kUnit;  // of a stage
-  static constexpr int kStageBytes = 2 * kBytesX + kBoxesW * kRowsW * kBoxBytes + kTerms * kRowsW * int(sizeof(Term));
+  static constexpr int kStageBytes = 2 * kBytesX + kBoxesW * Rows * kBoxBytes + kTerms * Rows * int(sizeof(Term));
   static constexpr int kStages = std::min(8, (227 * 1024 / kBlocksPerSm - 2048) / kStageBytes);
+  // Where there are few stages, the halves of a stage's x come and go by themselves.
+  static constexpr bool kHalves = TileM >= 128;
   struct Shared {
     alignas(1024) uint8_t x[kStages][2][kBytesX];
-    alignas(128) uint8_t w[kStages][kBoxesW][kRowsW][kBoxBytes];
-    alignas(16) Term terms[kStages][kTerms][kRowsW];
-    uint64_t full[kStages], empty[kStages], met, added;
+    alignas(128) uint8_t w[kStages][kBoxesW][Rows][kBoxBytes];
+    alignas(16) Term terms[kStages][kTerms][Rows];
+    uint64_t full[kStages], empty[kStages], second_full[kStages], second_empty[kStages], met, added;
   };
   static_assert(kStages >= 2, "a stage is free again when the next one's products are under way");
   static_assert((TileM + 7) * kPitch * 4 <= kStageBytes * kStages, "sums take the place of the stages");
@@ -90,16 +97,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   using Term = typename C::Term;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
-  constexpr int kStages = C::kStages, kTileM = C::kTileM;
+  constexpr int kStages = C::kStages, kTileM = C::kTileM, kRows = C::kRows, kPitch = C::kPitch;
+  constexpr int kMathWarps = C::kMathWarps;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
   auto* const partial = reinterpret_cast<float*>(memory);  // [parts][rows of x][kPitch], when all is multiplied
 
-  // Clusters that have the same weights are neighbours.
+  // Clusters that have the same weights are neighbours, as long as what blocks at work have of x fits in L2: up to
+  // kBand tiles of x are passed by all weights before the next ones.
+  constexpr int kBand = 8;
   int const share = own.share, rank = blockIdx.x % share, cluster = blockIdx.x / share;
-  int const clusters_n = (p.tiles_n - 1) / share + 1;
-  int const first_m = cluster % p.tiles_m * kTileM, l = cluster / (p.tiles_m * clusters_n);
-  int const first_n = (cluster / p.tiles_m % clusters_n * share + rank) * kRowsW;
+  int const clusters_n = (p.tiles_n - 1) / share + 1, of_entry = p.tiles_m * clusters_n, l = cluster / of_entry;
+  int const band = cluster % of_entry / (kBand * clusters_n) * kBand, band_m = min(kBand, int(p.tiles_m) - band);
+  int const of_band = cluster % of_entry - band * clusters_n;
+  int const first_m = (band + of_band % band_m) * kTileM, first_n = (of_band / band_m * share + rank) * kRows;
   int const parts = gridDim.y, part = blockIdx.y;
   int const k_begin = part * p.k_of_part, k_end = min(p.k, k_begin + p.k_of_part);
   int const steps = (k_end - k_begin + kStep - 1) / kStep;
@@ -120,8 +131,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
              [&](int byte, int) { SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_w, byte, first_n, own.w_batched ? l : 0); });
     }
     for (int s = 0; s < kStages; ++s) {
-      Full::init(&shared.full[s], 2);
+      Full::init(&shared.full[s], 1 + C::kTermsWarps);
       Empty::init(&shared.empty[s], share * kMathWarps);
+      Full::init(&shared.second_full[s], 1);
+      Empty::init(&shared.second_empty[s], share * kMathWarps);
     }
     Full::init(&shared.met, C::kThreads / 32);
     Full::init(&shared.added, kMathWarps + 1);
@@ -145,26 +158,32 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     Full::wait(&shared.met, 0);
     asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
     if (parts > 1) {
-      if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows, 0) * kRowsW * 4);
+      if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows, 0) * kRows * 4);
       __syncwarp();  // of lanes that the wait or the branch may have parted: sync_cluster is for whole warps
       sync_cluster();
     }
   };
   if (warp >= kMathWarps) {
-    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<72>();
+    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kOtherRegisters>();
     if (warp == kMathWarps && elect_one_sync()) {
       cudaGridDependencySynchronize();
       int const first_row = rank * own.box_rows;
       for (int i = 0, stage = 0, turn = 0; i < steps; ++i) {
-        uint64_t* const full = &shared.full[stage];
+        uint64_t* full = &shared.full[stage];
+        int const bytes_x = share * own.box_rows * 2 * kColumnsX;  // of a half
         if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
-        Full::arrive_and_expect_tx(full, sizeof(shared.w[stage]) + share * own.box_rows * 2 * kStep);
+        Full::arrive_and_expect_tx(full, sizeof(shared.w[stage]) + (C::kHalves ? 1 : 2) * bytes_x);
         load_w(i, [&](int byte, int box) {
           SM90_TMA_LOAD_3D::copy(&boxes_w, full, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
                                  shared.w[stage][box], byte, first_n, own.w_batched ? l : 0);
         });
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          if (C::kHalves && half == 1) {
+            full = &shared.second_full[stage];
+            if (turn > 0) Empty::wait(&shared.second_empty[stage], (turn - 1) & 1);
+            Full::arrive_and_expect_tx(full, bytes_x);
+          }
           auto* const box = shared.x[stage][half] + first_row * 2 * kColumnsX;
           int const column = k_begin + i * kStep + half * kColumnsX, entry = own.x_batched ? l : 0;
           uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
@@ -179,14 +198,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       }
     }
     __syncwarp();
-    if (warp == kMathWarps + 1) {
+    int const terms_warp = warp - kMathWarps - 1;
+    if (terms_warp >= 0 && terms_warp < C::kTermsWarps) {
       cudaGridDependencySynchronize();
       // Without branches between loads, or each would wait for the one before it.
       auto const make_terms = [&](auto scale_type, auto has_zeros) {
-        constexpr int kAhead = C::kScaleWeights     ? 1
-                               : C::kMovesRegisters ? 2
-                                                    : 4,
-                      kRowsOfLane = kRowsW / 32, kTerms = C::kTerms;
+        constexpr int kAhead = C::kScaleWeights ? 2 : 4, kRowsOfLane = kRows / 32 / C::kTermsWarps, kTerms = C::kTerms;
+        int const first_row = terms_warp * 32 * kRowsOfLane + lane;
         struct Bits {
           uint32_t scales[kTerms][kRowsOfLane], zeros[kTerms][kRowsOfLane];
         } held[kAhead] = {};
@@ -199,7 +217,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
             unsigned const group = min(__umulhi(2 * unit, p.block_inverse), p.groups - 1);  // a unit may be beyond K
 #pragma unroll
             for (int j = 0; j < kRowsOfLane; ++j) {
-              int64_t const at = int64_t(min(first_n + lane + 32 * j, p.n - 1)) * p.groups + group;
+              int64_t const at = int64_t(min(first_n + first_row + 32 * j, p.n - 1)) * p.groups + group;
               to.scales[u][j] = scales[at];
               if constexpr (has_zeros) to.zeros[u][j] = zeros[at];
             }
@@ -218,7 +236,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 #pragma unroll
               for (int j = 0; j < kRowsOfLane; ++j) {
                 float const scale = to_float(bits.scales[u][j], p.scale.dtype);
-                shared.terms[stage][u][lane + 32 * j] = C::Weights::term(scale, bits.zeros[u][j], DType::kS8);
+                shared.terms[stage][u][first_row + 32 * j] = C::Weights::term(scale, bits.zeros[u][j], DType::kS8);
               }
             }
             __syncwarp();
@@ -245,10 +263,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     return;
   }
 
-  if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<216>();  // 504 for the three warpgroups
+  if constexpr (C::kMovesRegisters)
+    cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();  // 504 for three warpgroups, 512 for four
   typename C::Mma mma;
   auto thread = mma.get_slice(threadIdx.x);
-  Tensor sums = partition_fragment_C(mma, Shape<Int<kRowsW>, Int<kTileM>>{});
+  Tensor sums = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTileM>>{});
   constexpr int kCount = decltype(size(sums))::value;
   float acc[kCount] = {};
   Tensor stages_x = make_tensor(  // of 64 columns each, of which a stage has two
@@ -261,6 +280,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   int const row = 16 * warp + lane / 4;
   int stage = 0, phase = 0, before = -1;
 
+  // What step i has in a stage is free, if it is loaded again.
+  auto const release = [&](uint64_t* empty, int i) {
+    if (i >= 0 && i + kStages < steps && lane < share) {
+      Empty::arrive(empty, share > 1 ? lane : part, true);  // by their rank in the cluster
+    }
+  };
   auto const load = [&] {
     Full::wait(&shared.full[stage], phase);
 #pragma unroll
@@ -318,12 +343,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
     multiply(kFirst);
-    // What the step before had is free, if it is loaded again.
-    if (before >= 0 && i - 1 + kStages < steps && lane < share) {
-      Empty::arrive(&shared.empty[before], share > 1 ? lane : part, true);  // by their rank in the cluster
-    }
+    release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], i - 1);
     dequantize(kSecond);
+    if constexpr (C::kHalves) Full::wait(&shared.second_full[stage], phase);
     multiply(kSecond);
+    if constexpr (C::kHalves) release(&shared.empty[stage], i);
     float scales[2];
     if constexpr (!C::kScaleWeights) scales[0] = terms[0][0].scale, scales[1] = terms[1][0].scale;
     before = stage;
@@ -346,32 +370,36 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     for (int j = 0; j < kCount; ++j) acc[j] = sums(j);
   }
   finish_stages();
-  unsigned const inverse = 0xffffffffu / rows_of_part + 1;  // of the quotient of a small number
+  auto const each = [&](auto store) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    int const m = i / 4 * 8 + lane % 4 * 2 + i % 2, row = 16 * warp + lane / 4 + i / 2 % 2 * 8;
-    if (parts > 1) {
+    for (int i = 0; i < kCount; ++i) {
+      store(i / 4 * 8 + lane % 4 * 2 + i % 2, 16 * warp + lane / 4 + i / 2 % 2 * 8, acc[i]);
+    }
+  };
+  if (parts == 1) {
+    each([&](int m, int row, float sum) { partial[m * kPitch + row] = sum; });
+    sync_math<C::kMathThreads>();
+  } else {
+    unsigned const inverse = 0xffffffffu / rows_of_part + 1;  // of the quotient of a small number
+    each([&](int m, int row, float sum) {
       int const adder = rows_of_part == 1 ? m : __umulhi(m, inverse);
       float* const to = &partial[(part * rows_of_part + m - adder * rows_of_part) * kPitch + row];
       if (m < tile_m) {
-        store_shared_remote(__float_as_uint(acc[i]), cast_smem_ptr_to_uint(to), cast_smem_ptr_to_uint(&shared.added),
+        store_shared_remote(__float_as_uint(sum), cast_smem_ptr_to_uint(to), cast_smem_ptr_to_uint(&shared.added),
                             adder);
       }
-    } else {
-      partial[m * kPitch + row] = acc[i];
-    }
-  }
-  if (parts > 1) {
+    });
     __syncwarp();
     if (elect_one_sync()) Full::arrive(&shared.added);
     Full::wait(&shared.added, 0);
     asm volatile("" ::: "memory");
-  } else {
-    sync_math<kMathThreads>();
   }
   cudaGridDependencySynchronize();  // the bias is next
-  write_rows<kRowsW, kPitch, kMathThreads>(p, partial, parts, rows_of_part, rows, l, first_m + part * rows_of_part,
-                                           first_n, p.n);
+  auto const write = [&](int parts) {
+    write_rows<kRows, kPitch, C::kMathThreads>(p, partial, parts, rows_of_part, rows, l, first_m + part * rows_of_part,
+                                               first_n, p.n);
+  };
+  parts == 1 ? write(1) : write(parts);  // the code for one is short
 }
 
 // Has TMA load boxes of a matrix of 3 dimensions, and zeros for what is beyond.
@@ -412,7 +440,7 @@ cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& 
                                  {2 * k, 2 * m * k}, kColumnsX, box_rows, CU_TENSOR_MAP_SWIZZLE_128B, boxes_x);
   if (error == cudaSuccess) {
     error = make_boxes(problem.w, CU_TENSOR_MAP_DATA_TYPE_UINT8, {row_bytes, n, w_batched ? batch : 1},
-                       {row_bytes, n * row_bytes}, kBoxBytes, kRowsW, CU_TENSOR_MAP_SWIZZLE_NONE, boxes_w);
+                       {row_bytes, n * row_bytes}, kBoxBytes, C::kRows, CU_TENSOR_MAP_SWIZZLE_NONE, boxes_w);
   }
   if (error != cudaSuccess) return error;
   unsigned const clusters = params.tiles_m * unsigned(ceil_div(params.tiles_n, kShare)) * unsigned(batch);
@@ -422,7 +450,8 @@ cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& 
 
 template <class C, int kShare>
 Instance instance(DType in) {
-  Instance i{in, C::kBits, false, C::kUnit, C::kTileM, kRowsW, kStep, C::kBlocksPerSm, true, C::kScaleWeights, kShare};
+  Instance i{in,    C::kBits,        false, C::kUnit,         C::kTileM, C::kRows,
+             kStep, C::kBlocksPerSm, true,  C::kScaleWeights, kShare};
   i.prepare = prepare_wgmma<C, kShare>;
   i.launch = launch_wgmma<C, kShare>;
   return i;
@@ -440,6 +469,7 @@ void add(std::vector<Instance>& to) {
   } else {
     to.push_back(instance<ConfigSm90<T, kBits, 64, true>, 1>(In));
     to.push_back(instance<ConfigSm90<T, kBits, 128, true>, 1>(In));
+    to.push_back(instance<ConfigSm90<T, kBits, 128, true, 192>, 1>(In));
     to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 1>(In));
     // To share x gains up to 4 % here, and nothing with smaller tiles (benchmarks/block_scaled_mm/README.md).
     to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 2>(In));

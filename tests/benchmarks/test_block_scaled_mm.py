@@ -17,7 +17,7 @@ def rows_of(path):
 @pytest.mark.parametrize(
     ("gpu", "file", "fewest", "most", "mean", "worst"),
     [
-        ("h200", "block_scaled_mm_kernels.csv", 17, math.inf, 1.03, 1.25),  # of older direct kernels below
+        ("h200", "block_scaled_mm_kernels.csv", 1, math.inf, 1.02, 1.25),
         ("h100", "../h100/block_scaled_mm_few_rows.csv.gz", 1, 16, 1.04, 1.4),
     ],
 )
