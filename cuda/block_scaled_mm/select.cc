@@ -110,7 +110,7 @@ double estimate_dequantized(BlockScaledMm const& p, Gpu const& gpu) {
   double const dequantizing = (double(p.batch) * p.n * p.row_bytes() + weights * size) / (0.7 * gpu.copy_rate);
   double const reading = (weights * size + x + out) / gpu.copy_rate;
   double const rate = p.in == DType::kF32 ? gpu.peak / 32 : gpu.peak / 2;  // of the peak of 8 bits
-  return 10e-6 + dequantizing + std::max(reading, 2 * weights * p.m / (0.74 * rate));
+  return 10e-6 + dequantizing + std::max(reading, 2 * weights * p.m / (0.8 * rate));
 }
 
 struct Fastest {
