@@ -444,7 +444,7 @@ class TestWgmma:
             (49, 37, 328, 128, "int8"),
             (64, 130, 64, 64, "none"),
             (128, 16, 8, 64, "int8"),
-            (130, 40, 1416, 320, "none"),
+            (130, 140, 1416, 320, "none"),  # more than one band of tiles of 8 rows
             (65, 5, 456, 456, "int8"),
         ],
     )
