@@ -15,8 +15,8 @@
 //   second_full    1 and the bytes of the second half of x,  math warps
 //                  where that is large
 //   second_empty   as empty[stage]                           the load warp
-//   added          kMathWarps, 1 for the expected bytes,     math warps: the sums of all parts of K are there (one
-//   phase)
+//   met            all warps                                 all: what the stages had is done (one phase)
+//   added          kMathWarps, 1 for the expected bytes,     math warps: all parts of K are there (one phase)
 //                  and the bytes of the parts' sums
 //
 // The blocks of a cluster share x, of which each loads some rows for all of them, or they share K: then each adds up
