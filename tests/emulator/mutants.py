@@ -47,7 +47,7 @@ TESTS = {
     ],
     "weights by wgmma": [
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[1-129-520-256-int8-bfloat16-4]"),
-        BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-40-1416-320-none-bfloat16-4]"),
+        BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-140-1416-320-none-bfloat16-4]"),
     ],
     "blocks by wgmma": [
         BOTH_SIDES.format("test_wgmma[195-260-1168-64-128x128x128 cluster 2]"),
