@@ -381,7 +381,6 @@ MUTANTS = [
         WEIGHTS,
         "    if constexpr (C::kHalves) Full::wait(&shared.second_full[stage], phase);\n",
     ),
-    Mutant("weights by wgmma: tiles of x beyond the last band", WEIGHTS, "min(kBand, int(p.tiles_m) - band)", "kBand"),
     Mutant("weights by wgmma: no wait for products", WEIGHTS, "    warpgroup_wait<1>();\n"),
     Mutant("weights by wgmma: too few bytes are expected", WEIGHTS, "(C::kHalves ? 1 : 2) * bytes_x", "0"),
     Mutant(
