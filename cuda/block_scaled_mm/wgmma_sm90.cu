@@ -58,7 +58,6 @@ struct ConfigSm90 {
   static constexpr int kBlocksPerSm = TileM <= 16 ? 2 : 1;
   // Where math warps need more registers than there are for each, the others make a warpgroup, which leaves them some.
   static constexpr bool kMovesRegisters = TileM >= 64;
-  static constexpr int kMathRegisters = Rows == 128 ? 216 : 152, kOtherRegisters = Rows == 128 ? 72 : 56;
   static constexpr int kThreads = kMathThreads + (kMovesRegisters ? 128 : 64);
   static constexpr int kTermsWarps = kMovesRegisters ? Rows / 64 : 1;
   static constexpr int kBytesX = 2 * kColumnsX * TileM, kBoxesW = Bits / 4, kTerms = kStep / kUnit;  // of a stage
@@ -164,7 +163,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
   };
   if (warp >= kMathWarps) {
-    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kOtherRegisters>();
+    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<kRows == 128 ? 72 : 56>();
     if (warp == kMathWarps && elect_one_sync()) {
       cudaGridDependencySynchronize();
       int const first_row = rank * own.box_rows;
@@ -264,7 +263,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   }
 
   if constexpr (C::kMovesRegisters)
-    cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();  // 504 for three warpgroups, 512 for four
+    cutlass::arch::warpgroup_reg_alloc<kRows == 128 ? 216 : 152>();  // 504 for three warpgroups, 512 for four
   typename C::Mma mma;
   auto thread = mma.get_slice(threadIdx.x);
   Tensor sums = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTileM>>{});
