@@ -60,8 +60,8 @@ struct Costs {
   double adding = 2.6e-6;    // seconds, of a second kernel for the sums of parts beside reading them
 };
 
-// Fitted to times of all kernels on five weights of int4 and int8 in blocks of 128: 726 of portable kernels on an H200,
-// 1040 of wgmma there, and 1580 of direct kernels on an H100: benchmarks/block_scaled_mm/README.md.
+// Fitted to times of kernels on five weights of int4 and int8 in blocks of 128: those of wgmma to 1040 on an H200, of
+// direct kernels to 1580 on an H100 (benchmarks/block_scaled_mm/README.md), the others to an earlier H200 run.
 Costs costs_of(Instance const& i) {
   bool const int4 = i.bits == 4;
   double const unit = i.unit;

@@ -132,8 +132,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     for (int s = 0; s < kStages; ++s) {
       Full::init(&shared.full[s], 1 + C::kTermsWarps);
       Empty::init(&shared.empty[s], share * kMathWarps);
-      Full::init(&shared.second_full[s], 1);
-      Empty::init(&shared.second_empty[s], share * kMathWarps);
+      if constexpr (C::kHalves) {
+        Full::init(&shared.second_full[s], 1);
+        Empty::init(&shared.second_empty[s], share * kMathWarps);
+      }
     }
     Full::init(&shared.met, C::kThreads / 32);
     Full::init(&shared.added, kMathWarps + 1);
@@ -262,8 +264,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     return;
   }
 
-  if constexpr (C::kMovesRegisters)
-    cutlass::arch::warpgroup_reg_alloc<kRows == 128 ? 216 : 152>();  // 504 for three warpgroups, 512 for four
+  // With the others' 504 registers for three warpgroups, 512 for four.
+  if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<kRows == 128 ? 216 : 152>();
   typename C::Mma mma;
   auto thread = mma.get_slice(threadIdx.x);
   Tensor sums = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTileM>>{});
