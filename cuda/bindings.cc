@@ -230,6 +230,9 @@ void bind_block_scaled_mm(nb::module_& m) {
             return choice ? workspace_of(p, *choice) : 0;
           },
           nb::arg("gpu"), "The bytes that this kernel needs beside the result.")
+      .def(
+          "predict", [](BlockScaledMm const& p, Gpu const& gpu) { return 1e6 * predict_block_scaled_mm(p, gpu); },
+          nb::arg("gpu"), "Microseconds that it is predicted to take; infinite where there is none.")
       .def("dequantizes_once", dequantizes_once, nb::arg("gpu"),
            "Whether XLA's product of weights that are dequantized once is predicted to be faster than any kernel.");
   m.def("restrict_block_scaled_mm", restrict_block_scaled_mm, nb::arg("words"),

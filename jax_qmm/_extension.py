@@ -259,6 +259,21 @@ def dequantizes_once(devices, product) -> bool:
     return bool(gpus) and all(kernels.BlockScaledMmProblem(*product).dequantizes_once(gpu) for gpu in gpus)
 
 
+def multiplies_float8(devices, product) -> bool:
+    """Whether kernels are faster with x in float8 than in float16 on this process' GPUs among `devices`.
+
+    Args:
+      product: what a `BlockScaledMmProblem` of float8 x is made of.
+    """
+    kernels, _ = _load()
+    gpus = _gpus_among(devices)
+    if not gpus:
+        return False
+    in_float8 = kernels.BlockScaledMmProblem(*product)
+    in_float16 = kernels.BlockScaledMmProblem(*product[:4], "float16", *product[5:])
+    return all(in_float8.predict(gpu) < in_float16.predict(gpu) for gpu in gpus)
+
+
 def describe_block_scaled_mm(product) -> str:
     """The kernel that the extension chooses for a `BlockScaledMmProblem`, in words; "" without the extension."""
     return _describe("BlockScaledMmProblem", product, "by the cost model, not measured")

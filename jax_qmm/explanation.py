@@ -24,10 +24,9 @@ class OpRow:
 
     Attributes:
       op: "scaled_mm", "block_scaled_mm", "quantize" or "dequantized dot", with what belongs to it in parentheses;
-        "expand" of int4 weights to 8 bits, for 8-bit activations, and "widen" of float8 ones to float16, for int4
-        weights; "transpose" of quantized values, for a weight that is stored in another order than the kernel reads,
-        or of the images of a convolution; or a product of jax.lax that stayed float, as "dot_general" and
-        "conv_general_dilated".
+        "expand" of int4 weights to 8 bits, for 8-bit activations; "transpose" of quantized values, for a weight that
+        is stored in another order than the kernel reads, or of the images of a convolution; or a product of jax.lax
+        that stayed float, as "dot_general" and "conv_general_dilated".
       inputs: dtypes and shapes of the matrices, or of what is quantized; inside a shard_map those of one
         device.
       out: dtype and shape of the result.
@@ -207,8 +206,6 @@ def _describe(eqn, where, of_convs):
         return "dequantized conv", avals[:2], f"XLA: weights dequantized once, then a convolution of {avals[0].dtype}"
     if str(eqn.params.get("name", "")) == "jax_qmm_expanded":
         return "expand", avals[:1], "XLA, at each call: no kernel that reads int4 serves it beside these 8 bits"
-    if str(eqn.params.get("name", "")) == "jax_qmm_widened":
-        return "widen", avals, "XLA, at each call: the kernels that read int4 take 16-bit x"
     if eqn.primitive.name in _FLOAT_PRODUCTS and jnp.issubdtype(avals[0].dtype, jnp.floating):
         return eqn.primitive.name, avals[:2], "XLA"
     return None

@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.bench import measure, schemes
+from jax_qmm.ops.block_scaled_mm import weight_product
+from jax_qmm.reference.activation import NONE
 
 WEIGHTS = ((28672, 8192), (57344, 8192), (8192, 8192), (6144, 4096), (4096, 14336))  # N, K
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BLOCK = 128
+SCHEMES = {"w4a16": ("w4a16", "bfloat16"), "w8a16": ("w8a16", "bfloat16"), "w4a8-fp8": ("w4a16", "float8_e4m3fn")}
 
 
 def may_be_best(words: str, m: int) -> bool:
@@ -37,31 +39,38 @@ def timed(function, sets) -> float:
     return measure.jit_us(function, sets)
 
 
+def product(x, w):
+    """Of x of any dtype that kernels take."""
+    of_weights = {"qtype": w.qtype, "packed": True, "block": BLOCK}
+    output = {"activation": NONE, "out_dtype": jnp.dtype(jnp.bfloat16), "out_sharding": None}
+    return weight_product(x, w.qvalue, {"scale": w.scale}, **of_weights, **output)
+
+
 def measure_product(name: str, m: int, n: int, k: int, kernels, gpu):
     """Yields what runs, and its microseconds."""
-    scheme = schemes.SCHEMES[name]
+    weights, dtype = SCHEMES[name]
+    scheme = schemes.SCHEMES[weights]
     size = schemes.nbytes(scheme, (m, n, k))
     packed = jax.jit(functools.partial(schemes.weight_of, scheme, n, k))
-    x = lambda i: jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16)
+    x = lambda i: jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16).astype(dtype)
     chained = functools.partial(measure.chain, us=1e6 * max(size / gpu.copy_rate, 4 * m * n * k / gpu.peak))
     sets = chained([(x(i), packed(i)) for i in range(measure.count_sets(size, 8))])
-    problem = kernels.BlockScaledMmProblem(
-        m, n, k, 1, "bfloat16", "bfloat16", jnp.iinfo(scheme.dtype).bits, BLOCK, None
-    )
-    for words, _ in problem.choices(gpu):
-        if may_be_best(words, m):
-            kernels.restrict_block_scaled_mm(words)
-            yield words, timed(jax_qmm.block_scaled_mm, sets)
-            kernels.restrict_block_scaled_mm("")
+    bits = jnp.iinfo(scheme.dtype).bits
+    for each in (dtype, "float16") if dtype == "float8_e4m3fn" else (dtype,):  # as which it may run
+        for words, _ in kernels.BlockScaledMmProblem(m, n, k, 1, each, "bfloat16", bits, BLOCK, None).choices(gpu):
+            if may_be_best(words, m):
+                kernels.restrict_block_scaled_mm(words)
+                yield words, timed(product, sets)
+                kernels.restrict_block_scaled_mm("")
     dense = lambda i: jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16)
-    floats = [(x(i), dense(i)) for i in range(measure.count_sets(2 * n * k, 8))]
+    floats = [(x(i).astype(jnp.bfloat16), dense(i)) for i in range(measure.count_sets(2 * n * k, 8))]
     yield "XLA bfloat16", timed(schemes.xla_bf16, chained(floats))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--csv", type=Path, required=True)
-    parser.add_argument("--scheme", nargs="+", choices=["w4a16", "w8a16"], default=["w4a16", "w8a16"])
+    parser.add_argument("--scheme", nargs="+", choices=SCHEMES, default=["w4a16", "w8a16"])
     options = parser.parse_args()
     _, gpu = measure.open_gpu("kernels.py")
     kernels = _extension._load()[0]

@@ -3,9 +3,9 @@
 //   y[l, m, n] = sum_k x[l, m, k] * (q[l, n, k] - zero_point[l, n, k / block]) * scale[l, n, k / block] + bias[l, n]
 //   out[l, m, n] = activation(y[l, m, n])
 //
-// q less an integer zero point is exact in 16 bits; less a float one it is rounded to x's dtype once. Products are
-// summed in float32 over a block at most, then scaled in float32. One rounding to the output's dtype ends it. Where
-// blocks are few, K is split over more of them, whose sums a second kernel adds in their order.
+// q less an integer zero point is exact in 16 bits, and of 4 bits in fp8; less a float one it is rounded to x's dtype
+// once. Products are summed in float32 over a block at most, then scaled in float32. One rounding to the output's dtype
+// ends it. Where blocks are few, K is split over more of them, whose sums a second kernel adds in their order.
 //
 // Where the rows of x are windows on images it is a convolution: K is taps, then channels, a row of the result an
 // output pixel, and what is outside of an image is 0.
@@ -47,7 +47,7 @@ struct BlockScaledMm {
   int bits;                                // of a weight: 4 or 8
   int block;                               // columns that share a scale: a multiple of 16, or at least k
   int64_t x_batch_stride, w_batch_stride;  // in elements, in bytes; 0 where one matrix serves the whole batch
-  DType in, out_dtype;                     // kBF16, kF16 or kF32
+  DType in, out_dtype;                     // kBF16, kF16 or kF32; in too kF8E4M3, with weights of 4 bits
   Blocks scale, zero_point;                // zero points kS8, within q's range, or floats
   Vector bias;
   Activation activation;
@@ -72,6 +72,7 @@ struct BlockScaledMmChoice {
 std::vector<BlockScaledMmChoice> block_scaled_mm_choices(BlockScaledMm const& problem, Gpu const& gpu);
 std::optional<BlockScaledMmChoice> select_block_scaled_mm(BlockScaledMm const& problem, Gpu const& gpu);
 std::string describe_block_scaled_mm(BlockScaledMmChoice choice);
+double predict_block_scaled_mm(BlockScaledMm const& problem, Gpu const& gpu);  // seconds; infinite without a kernel
 
 // Leaves only the kernels whose words have this to choose from, for tests, and XLA's product not: all with "". Not
 // while other threads choose.

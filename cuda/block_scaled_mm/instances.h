@@ -42,6 +42,7 @@ cudaError_t prepare_dequantize_weights();
 template <DType In, int kBits>
 void add_instances(std::vector<Instance>& to);
 void add_f32_instances(std::vector<Instance>& to);
+template <DType In>
 void add_wgmma_instances(std::vector<Instance>& to);
 
 }  // namespace jax_qmm::block_scaled

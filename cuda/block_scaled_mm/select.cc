@@ -24,7 +24,9 @@ std::vector<Instance> const& instances() {
     add_instances<DType::kF16, 8>(found);
     add_f32_instances(found);
 #ifdef JAX_QMM_SM90
-    add_wgmma_instances(found);
+    add_wgmma_instances<DType::kBF16>(found);
+    add_wgmma_instances<DType::kF16>(found);
+    add_wgmma_instances<DType::kF8E4M3>(found);
 #endif
     return found;
   }();
@@ -45,7 +47,8 @@ bool runs_on(Gpu const& gpu, int instance) {
 bool serves(Instance const& i, BlockScaledMm const& p) {
   if (i.windows != p.windows.has_value()) return false;
   // Rows of x that TMA can load.
-  if (i.wgmma && (p.k == 0 || p.k % 8 != 0 || reinterpret_cast<uintptr_t>(p.x) % 16 != 0)) return false;
+  if (i.wgmma && (p.k == 0 || p.k * bytes_of(p.in) % 16 != 0 || reinterpret_cast<uintptr_t>(p.x) % 16 != 0))
+    return false;
   if (i.in != p.in || i.bits != p.bits || (p.block < p.k && p.block % i.unit != 0)) return false;
   if (i.direct && p.m > i.tile_m) return false;
   return i.in == DType::kF32 ? p.m <= i.tile_m : i.float_zero_points == p.float_zero_points();
@@ -66,6 +69,8 @@ Costs costs_of(Instance const& i) {
   bool const int4 = i.bits == 4;
   double const unit = i.unit;
   if (i.in == DType::kF32) return {2e-6, 1.9e-6, 0.33, 7.7, 2.6, 18.6, 1};
+  // Not measured: by the instructions of the loop, beside those of float16.
+  if (i.in == DType::kF8E4M3) return {2.4e-6, 3.0e-6, 0.7, 6.5, 3.25 / unit, 48, 1};
   if (i.wgmma) return {2.4e-6, 3.0e-6, 0.7, int4 ? 4.4 : 5.95, 3.25 / 128, 48, 1};
   if (i.direct) return {3.2e-6, 0.5e-6, 0.54, int4 ? 4.1 : 5.8, 22.4 / unit, 21.7, 1, 1.1e-6};
   return {2e-6, 1.9e-6, 0.33, int4 ? 8.4 : i.in == DType::kF16 ? 10.7 : 14.5, 10.2 / unit, 18.6, 1};
@@ -86,7 +91,7 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   // An SM has 128 lanes. With wgmma the tensor cores' products come beside them.
   double const cycles = costs.dequantizing + costs.row * (i.scale_weights ? 128 : i.tile_m);
   double const issuing = double(i.rows) * i.step * cycles / (128 * gpu.clock) * (1 + costs.neighbour * (resident - 1));
-  double const rate = 0.89 * gpu.peak / 2 / gpu.sm_count;
+  double const rate = 0.89 * gpu.peak / bytes_of(i.in) / gpu.sm_count;  // the peak is of 8 bits
   double const multiplying = i.wgmma ? 2.0 * i.rows * i.step * i.tile_m * resident / rate : 0;
   auto const cube = [](double seconds) { return seconds * seconds * seconds; };
   double const steps = double(ceil_div(ceil_div(p.k, i.step), parts));
@@ -152,6 +157,8 @@ std::optional<BlockScaledMmChoice> select_block_scaled_mm(BlockScaledMm const& p
   return fastest(p, gpu).choice;
 }
 
+double predict_block_scaled_mm(BlockScaledMm const& p, Gpu const& gpu) { return fastest(p, gpu).seconds; }
+
 bool dequantizes_once(BlockScaledMm const& p, Gpu const& gpu) {
   return wanted().empty() && estimate_dequantized(p, gpu) < fastest(p, gpu).seconds;
 }
@@ -175,6 +182,7 @@ std::string describe_block_scaled_mm(BlockScaledMmChoice choice) {
                             (i.share > 1 ? " cluster " + text(i.share) : "") +
                             (choice.split > 1 ? " split-K " + text(choice.split) : "") + " int" + text(i.bits);
   if (i.in == DType::kF32) return words + " weights by float32";
+  if (i.in == DType::kF8E4M3) return words + " weights by float8_e4m3fn, sums scaled each " + text(i.unit);
   return words + (i.scale_weights ? " weights scaled each " : " weights, sums scaled each ") + text(i.unit) +
          (i.float_zero_points ? ", float zero points" : "");
 }

@@ -80,7 +80,7 @@ ffi::Error read_weights(ffi::AnyBuffer w, ffi::AnyBuffer scale, int64_t batch, i
 ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale, ffi::RemainingArgs optional,
                 ffi::AnyBuffer out, int bits, int block, std::string_view names, std::string_view activation, float low,
                 float high, BlockScaledMm& p) {
-  JAX_QMM_RETURN_IF_ERROR(check_dtype(x, "x", kFloats));
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(x, "x", {DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3}));
   JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", kFloats));
   JAX_QMM_RETURN_IF_ERROR(check_rank(x, "x", 3));
   JAX_QMM_RETURN_IF_ERROR(check_rank(out, "out", 3));

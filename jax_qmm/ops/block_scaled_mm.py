@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_qmm import _compat, _extension
-from jax_qmm.dtypes import SCALE_DTYPES, WEIGHT_QTYPES
+from jax_qmm.dtypes import FLOAT8, SCALE_DTYPES, WEIGHT_QTYPES
 from jax_qmm.ops import checks, dispatch, matmul_form
 from jax_qmm.ops.block_quantized_mm import block_quantized_mm
 from jax_qmm.ops.checks import Activation
@@ -241,8 +241,22 @@ def _describe(operands, results, *, names, num_batch, qtype, packed, block, acti
     return f"block_scaled_mm ({', '.join([scales, order, *terms])})", [operands[0], w]
 
 
+def _prepared(devices, operands, **params):
+    """With float8 x as float16, which has all of its values, where no kernel multiplies float8 faster."""
+    x, *others = operands
+    return operands if _stays(devices, operands, **params) else [x.astype(jnp.float16), *others]
+
+
+def _stays(devices, operands, **params):
+    """Whether kernels on these devices are to take x in its dtype."""
+    product = _product(operands, **params)
+    return operands[0].dtype != FLOAT8 or product is not None and _extension.multiplies_float8(devices, product)
+
+
 def _by_xla(devices, operands, *, out_dtype, **params):
     x = operands[0]
+    if x.dtype == FLOAT8:  # whose products are exact, with weights that are not rounded
+        return None
     m = math.prod(x.shape[params["num_batch"] : -1])
     if x.dtype == jnp.float32 and not (isinstance(m, int) and m <= _FLOAT32_ROWS):
         return f"dequantized once, then a product of float32, as kernels serve up to {_FLOAT32_ROWS} rows of it"
@@ -261,12 +275,17 @@ def _workspace(devices, operands, **params):
 
 
 def _choice(operands, results, *, packed, **params):
+    at_each_call = [] if packed else ["w packed"]
+    _, devices = _extension.default_devices()
+    if not _stays(devices, operands, **params):
+        operands = [jax.ShapeDtypeStruct(operands[0].shape, jnp.float16), *operands[1:]]
+        at_each_call += ["x widened to float16"]
     product = _product(operands, **params)
     if product is None:
         kernel = "kernel, chosen at run time: the shapes are symbolic"
     else:
         kernel = _extension.describe_block_scaled_mm(product)
-    return kernel if packed else f"{kernel}, w packed at each call"
+    return f"{kernel}, {' and '.join(at_each_call)} at each call" if at_each_call else kernel
 
 
 def _product(operands, out_dtype, *, names, num_batch, qtype, block, **params):
@@ -360,6 +379,7 @@ OP = dispatch.Op(
     workspace=_workspace,
     by_xla=_by_xla,
     xla=_dequantized_once,
+    prepared=_prepared,
 )
 dispatch.register(block_scaled_mm_p, OP)
 block_scaled_mm_p.def_abstract_eval(_abstract_eval)

@@ -15,9 +15,9 @@ from jax_qmm.ops import (
     checks,
     dequantized_dot,
     expanded_dot,
+    int4_float8_dot,
     quantized_dot,
     weight_only_dot,
-    widened_dot,
 )
 from jax_qmm.ops.fake_quantize import straight_through
 from jax_qmm.ops.product import Product
@@ -184,8 +184,8 @@ def _way(product, lhs, rhs):
     """The module of the op for these operands; its `unserved` says whether they have to be dequantized instead."""
     if product.scheme is None and not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         return weight_only_dot
-    if widened_dot.serves(product, lhs, rhs):
-        return widened_dot
+    if int4_float8_dot.serves(product, lhs, rhs):
+        return int4_float8_dot
     if expanded_dot.serves(product, lhs, rhs):
         return expanded_dot
     return block_quantized_dot if block_quantized_dot.has_blocks(product, lhs, rhs) else quantized_dot

@@ -8,7 +8,7 @@ What the QArray is decides how a float operand on the other side is multiplied:
 | float8 with blocks of what is contracted, or int8 with such and a `W8A8` | likewise | `block_scaled_mm` |
 | int4, packed, with float zero points, or int8 with blocks in its rows in memory | as it is | `block_scaled_mm` |
 | int4 and a `W4A8` | int8 | `expanded_mm` |
-| int4 and a `W4A8` of float8 | float8 | `block_scaled_mm`; from 65 rows on as in 8 bits |
+| int4 and a `W4A8` of float8 | float8 | `block_scaled_mm` |
 
 Two QArrays are multiplied by `scaled_mm`, or where one of them has blocks of what is contracted by `block_scaled_mm`.
 By default the scheme quantizes symmetrically and per token: one scale for all that is contracted. With `tile_size` a

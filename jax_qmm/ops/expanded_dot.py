@@ -3,7 +3,7 @@
 Beside int8 it needs a `scale_step`: its values times the multiples of their blocks are int8, with one scale for all
 that is contracted. Where x is float, expanded_mm's kernels make them on the way to the tensor cores, if they take such
 blocks; else XLA does, once at each call, in a jit named "jax_qmm_expanded", so that `explain` can tell. Beside float8
-XLA makes float8 of the values, and the scales of blocks stay; few rows of float8 are for widened_dot.
+XLA makes float8 of the values, and the scales of blocks stay; what kernels read in 4 bits is for int4_float8_dot.
 """
 
 import functools

@@ -16,7 +16,7 @@ def block_scaled_mm(
     """`activation(x @ dequantized(w).T + bias)`, with the sums and all that follows them in float32.
 
     Args:
-      x: `(*B, *R, K)` float, B the first `num_batch` dimensions, R at least one.
+      x: `(*B, *R, K)` float, float8_e4m3fn too, B the first `num_batch` dimensions, R at least one.
       w: `(*B, N, K)` of `qtype`, or `(*B, N, bytes)` uint8 if `packed`. A dimension of B may be 1 in any operand.
       scale: `(*B, N, G)` float, G blocks of `block` columns, of which the last may be short.
       zero_point: int32, int8 or float of the shape of scale, or None.

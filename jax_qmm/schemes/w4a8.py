@@ -27,9 +27,10 @@ class W4A8(WeightInBlocks):
     that is contracted are multiples of 32; else each call makes int8 of all weights first, which `explain` shows.
 
     Beside float8_e4m3fn, which has the values of int4 less their zero points exactly, blocks keep float scales, and
-    weights are packed, as those of `W4A16`. Up to 64 rows of activations become float16, exactly, for the kernels of
-    `block_scaled_mm`, which read 4 bits. For more rows each call makes float8 of all weights first, and a product is
-    that of `W8A8("fp8", tile_size=...)`; where several axes are contracted, it stays that of `block_scaled_mm`.
+    weights are packed, as those of `W4A16`, for the kernels of `block_scaled_mm`, which read 4 bits. On Hopper these
+    multiply many rows of activations in float8, where blocks are multiples of 32 and all that is contracted is one of
+    16. Else activations become float16 at each call, exactly, or where blocks are no multiple of 16, weights float8.
+    `explain` shows which.
 
     Args:
       tile_size, symmetric, clip_search: as in `W4A16`.

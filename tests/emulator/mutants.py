@@ -49,6 +49,10 @@ TESTS = {
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[1-129-520-256-int8-bfloat16-4]"),
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-140-1416-320-none-bfloat16-4]"),
     ],
+    "weights in fp8": [
+        BLOCKS.format("TestWgmma::test_shapes_and_blocks[1-129-520-256-int8-float8_e4m3fn-4]"),
+        BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-140-1416-320-none-float8_e4m3fn-4]"),
+    ],
     "blocks by wgmma": [
         BOTH_SIDES.format("test_wgmma[195-260-1168-64-128x128x128 cluster 2]"),
         BOTH_SIDES.format("test_wgmma[35-9-1424-128-16x64x128]"),
@@ -110,8 +114,9 @@ QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh
 WINDOWS, DEPTHWISE = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise"))
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 WRITE_ROWS = "scaled_mm/write_rows.cuh"
-ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cu"
+ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cuh"
 EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
+FP8_WEIGHTS = "block_scaled_mm/dequantize_fp8.cuh"
 EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
 WGMMA_OF_BLOCKS = "block_quantized_mm/wgmma_sm90.cuh"
 BLOCK_SCALED, BLOCK_STEP, BLOCK_SOURCES, DEQUANTIZE, DIRECT = (
@@ -379,16 +384,25 @@ MUTANTS = [
     Mutant(
         "weights by wgmma: the second half of x is not waited for",
         WEIGHTS,
-        "    if constexpr (C::kHalves) Full::wait(&shared.second_full[stage], phase);\n",
+        "      if constexpr (C::kHalves && kAt == 1) Full::wait(&shared.second_full[stage], phase);\n",
     ),
     Mutant("weights by wgmma: no wait for products", WEIGHTS, "    warpgroup_wait<1>();\n"),
-    Mutant("weights by wgmma: too few bytes are expected", WEIGHTS, "(C::kHalves ? 1 : 2) * bytes_x", "0"),
+    Mutant("weights by wgmma: too few bytes are expected", WEIGHTS, "(C::kHalves ? 1 : C::kBoxesX) * bytes_x", "0"),
     Mutant(
         "weights by wgmma: terms are not waited for",
         WEIGHTS,
         "Full::init(&shared.full[s], 1 + C::kTermsWarps);",
         "Full::init(&shared.full[s], 1);",
     ),
+    Mutant(
+        "weights in fp8: the sums of a block go on in the next",
+        WEIGHTS,
+        "if (chunk * C::kChunk % C::kUnit == 0 &&",
+        "if (chunk == 0 &&",
+    ),
+    Mutant("weights in fp8: the parts of other lanes", WEIGHTS, "lane % 2 * 2 + i / 4", "lane / 2 % 2 * 2 + i / 4"),
+    Mutant("weights in fp8: -n is n - 1", FP8_WEIGHTS, " + (~positive & 0x01010101)"),
+    Mutant("weights in fp8: no zero point", FP8_WEIGHTS, "static_cast<int8_t>(zero_bits) + 8", "8"),
     Mutant("weights by wgmma: split-K sums read before they arrive", WEIGHTS, "    Full::wait(&shared.added, 0);\n"),
     Mutant("weights by wgmma: no barrier before sums are read", WEIGHTS, "    sync_math<C::kMathThreads>();\n"),
     Mutant(

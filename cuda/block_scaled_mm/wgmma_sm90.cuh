@@ -1,7 +1,8 @@
-// Products of 16-bit x by Hopper's warpgroup-level tensor cores: y^T = w x^T. Weights are the operand that comes from
-// registers, whose fragments are those of mma.sync: their stored order serves both. TMA brings x and weights to shared
-// memory, from which each math warp takes 16 rows of weights. Where a block has few rows of x, sums are scaled; where
-// it has many, weights are, so that all registers are left to the sums.
+// Products of 16-bit and fp8 x by Hopper's warpgroup-level tensor cores: y^T = w x^T. Weights are the operand that
+// comes from registers, whose fragments are those of mma.sync: of 16 bits their stored order serves both, of fp8 a lane
+// takes the words of two. TMA brings x and weights to shared memory, from which each math warp takes 16 rows of
+// weights. Where a block has few rows of x, or x is fp8, sums are scaled; else weights are, so that all registers are
+// left to the sums.
 //
 //   warps                role
 //   0 ... kMathWarps-1   warpgroups that dequantize and multiply, each 64 rows of weights; they write the results
@@ -22,9 +23,12 @@
 // The blocks of a cluster share x, of which each loads some rows for all of them, or they share K: then each adds up
 // some rows of x from all parts, in their order. Stages of the last turn are not released, as blocks that are done may
 // have exited.
+#pragma once
+
 #include <algorithm>
 #include <array>
 
+#include "block_scaled_mm/dequantize_fp8.cuh"
 #include "block_scaled_mm/kernel.cuh"
 #include "core/cluster.cuh"
 #include "cute/arch/cluster_sm90.hpp"
@@ -35,38 +39,60 @@
 #include "cutlass/cuda_host_adapter.hpp"
 
 namespace jax_qmm::block_scaled {
-namespace {
 
-constexpr int kStep = 128;     // columns of a stage
-constexpr int kColumnsX = 64;  // of a box of x: 128 bytes, the span of TMA's swizzle
-constexpr int kBoxBytes = 64;  // of a row of a box of weights
+constexpr int kStep = 128;      // columns of a stage
+constexpr int kRowBytes = 128;  // of a box of x, the span of TMA's swizzle
+constexpr int kBoxBytes = 64;   // of a row of a box of weights
 
-// `ScaleWeights`: else the sums of each stage are scaled.
-template <class T, int Bits, int TileM, bool ScaleWeights, int Rows = 128>
+// Of the 16-bit types and fp8.
+template <class T>
+struct ElementOf;
+template <>
+struct ElementOf<__nv_bfloat16> {
+  using Type = cutlass::bfloat16_t;
+};
+template <>
+struct ElementOf<__half> {
+  using Type = cutlass::half_t;
+};
+template <>
+struct ElementOf<Fp8> {
+  using Type = cutlass::float_e4m3_t;
+};
+
+// `ScaleWeights`: else the sums of each `Unit` columns are scaled.
+template <class T, int Bits, int TileM, bool ScaleWeights, int Rows = 128, int Unit = ScaleWeights ? 64 : kStep>
 struct ConfigSm90 {
-  using Element = std::conditional_t<kIsBf16<T>, cutlass::bfloat16_t, cutlass::half_t>;
+  using Element = typename ElementOf<T>::Type;
   using Weights = std::conditional_t<ScaleWeights, ScalingDequantizer<Bits>, Dequantizer<T, Bits, false>>;
   using Term = typename Weights::Term;
+  static constexpr bool kFp8 = std::is_same_v<T, Fp8>;
+  // Columns that are dequantized and multiplied at once, and those of an instruction.
+  static constexpr int kChunk = std::min(Unit, 64), kChunks = kStep / kChunk;
+  static constexpr int kFragmentK = 32 / int(sizeof(Element)), kFragments = kChunk / kFragmentK;
+  static constexpr int kColumnsX = kRowBytes / int(sizeof(Element)), kBoxesX = kStep / kColumnsX;
   using Mma = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<TileM>, cute::_16>>(),
+      cute::GMMA::rs_op_selector<Element, Element, float,
+                                 cute::Shape<cute::_64, cute::Int<TileM>, cute::Int<kFragmentK>>>(),
       cute::Layout<cute::Shape<cute::Int<Rows / 64>, cute::_1, cute::_1>>{}));
   static constexpr int kBits = Bits, kTileM = TileM, kRows = Rows;
   static constexpr int kPitch = Rows + 4;  // of sums: the stores of fragments hit distinct banks
   static constexpr int kMathWarps = Rows / 16, kMathThreads = 32 * kMathWarps;
   static constexpr bool kScaleWeights = ScaleWeights;
-  static constexpr int kUnit = ScaleWeights ? kColumnsX : kStep;  // of which each has a term
+  static constexpr int kUnit = Unit;  // columns that have a term
   static constexpr int kBlocksPerSm = TileM <= 16 ? 2 : 1;
   // Where math warps need more registers than there are for each, the others make a warpgroup, which leaves them some.
   static constexpr bool kMovesRegisters = TileM >= 64;
   static constexpr int kThreads = kMathThreads + (kMovesRegisters ? 128 : 64);
   static constexpr int kTermsWarps = kMovesRegisters ? Rows / 64 : 1;
-  static constexpr int kBytesX = 2 * kColumnsX * TileM, kBoxesW = Bits / 4, kTerms = kStep / kUnit;  // of a stage
-  static constexpr int kStageBytes = 2 * kBytesX + kBoxesW * Rows * kBoxBytes + kTerms * Rows * int(sizeof(Term));
+  static constexpr int kBytesX = kRowBytes * TileM, kBoxesW = Bits / 4, kTerms = kStep / kUnit;  // of a stage
+  static constexpr int kWords = (kFp8 ? 8 : 4) * kBoxesW;  // that a lane takes of a row of a stage
+  static constexpr int kStageBytes = kBoxesX * kBytesX + kBoxesW * Rows * kBoxBytes + kTerms * Rows * int(sizeof(Term));
   static constexpr int kStages = std::min(8, (227 * 1024 / kBlocksPerSm - 2048) / kStageBytes);
   // Where there are few stages, the halves of a stage's x come and go by themselves.
-  static constexpr bool kHalves = TileM >= 128;
+  static constexpr bool kHalves = TileM >= 128 && kBoxesX == 2;
   struct Shared {
-    alignas(1024) uint8_t x[kStages][2][kBytesX];
+    alignas(1024) uint8_t x[kStages][kBoxesX][kBytesX];
     alignas(128) uint8_t w[kStages][kBoxesW][Rows][kBoxBytes];
     alignas(16) Term terms[kStages][kTerms][Rows];
     uint64_t full[kStages], empty[kStages], second_full[kStages], second_empty[kStages], met, added;
@@ -171,22 +197,22 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       int const first_row = rank * own.box_rows;
       for (int i = 0, stage = 0, turn = 0; i < steps; ++i) {
         uint64_t* full = &shared.full[stage];
-        int const bytes_x = share * own.box_rows * 2 * kColumnsX;  // of a half
+        int const bytes_x = share * own.box_rows * kRowBytes;  // of a box
         if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
-        Full::arrive_and_expect_tx(full, sizeof(shared.w[stage]) + (C::kHalves ? 1 : 2) * bytes_x);
+        Full::arrive_and_expect_tx(full, sizeof(shared.w[stage]) + (C::kHalves ? 1 : C::kBoxesX) * bytes_x);
         load_w(i, [&](int byte, int box) {
           SM90_TMA_LOAD_3D::copy(&boxes_w, full, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
                                  shared.w[stage][box], byte, first_n, own.w_batched ? l : 0);
         });
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (C::kHalves && half == 1) {
+        for (int b = 0; b < C::kBoxesX; ++b) {
+          if (C::kHalves && b == 1) {
             full = &shared.second_full[stage];
             if (turn > 0) Empty::wait(&shared.second_empty[stage], (turn - 1) & 1);
             Full::arrive_and_expect_tx(full, bytes_x);
           }
-          auto* const box = shared.x[stage][half] + first_row * 2 * kColumnsX;
-          int const column = k_begin + i * kStep + half * kColumnsX, entry = own.x_batched ? l : 0;
+          auto* const box = shared.x[stage][b] + first_row * kRowBytes;
+          int const column = k_begin + i * kStep + b * C::kColumnsX, entry = own.x_batched ? l : 0;
           uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
           if (share > 1) {
             SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_x, full, uint16_t((1 << share) - 1), hint, box, column,
@@ -204,7 +230,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       cudaGridDependencySynchronize();
       // Without branches between loads, or each would wait for the one before it.
       auto const make_terms = [&](auto scale_type, auto has_zeros) {
-        constexpr int kAhead = C::kScaleWeights ? 2 : 4, kRowsOfLane = kRows / 32 / C::kTermsWarps, kTerms = C::kTerms;
+        constexpr int kAhead = 4 / C::kTerms, kRowsOfLane = kRows / 32 / C::kTermsWarps, kTerms = C::kTerms;
         int const first_row = terms_warp * 32 * kRowsOfLane + lane;
         struct Bits {
           uint32_t scales[kTerms][kRowsOfLane], zeros[kTerms][kRowsOfLane];
@@ -271,12 +297,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   Tensor sums = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTileM>>{});
   constexpr int kCount = decltype(size(sums))::value;
   float acc[kCount] = {};
-  Tensor stages_x = make_tensor(  // of 64 columns each, of which a stage has two
-      make_smem_ptr(reinterpret_cast<Element*>(shared.x)),
-      tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kTileM>, Int<kColumnsX>, Int<2 * kStages>>{}));
-  Tensor fragments_x = thread.make_fragment_B(thread.partition_B(stages_x));
-  uint32_t pairs[2][4][4];               // of the halves of a stage: of 16 columns each a fragment
-  uint32_t words[2][2 * C::kBoxesW][2];  // of rows `row` and `row` + 8
+  Tensor boxes_of_x = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(shared.x)),
+                                  tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
+                                                Shape<Int<kTileM>, Int<C::kColumnsX>, Int<C::kBoxesX * kStages>>{}));
+  Tensor fragments_x = thread.make_fragment_B(thread.partition_B(boxes_of_x));
+  uint32_t fragments[2][C::kFragments][4];  // of a chunk and the next
+  uint32_t words[2][C::kWords];             // of rows `row` and `row` + 8
   Term terms[2][C::kTerms];
   int const row = 16 * warp + lane / 4;
   int stage = 0, phase = 0, before = -1;
@@ -292,77 +318,93 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int box = 0; box < C::kBoxesW; ++box) {
-        uint4 const four = *reinterpret_cast<uint4 const*>(&shared.w[stage][box][row + 8 * h][16 * (lane % 4)]);
-        words[h][2 * box][0] = four.x, words[h][2 * box][1] = four.y;
-        words[h][2 * box + 1][0] = four.z, words[h][2 * box + 1][1] = four.w;
+      for (int i = 0; i < C::kWords; i += 4) {
+        int const box = C::kFp8 ? 0 : i / 4, part = C::kFp8 ? lane % 2 * 2 + i / 4 : lane % 4;
+        uint4 const four = *reinterpret_cast<uint4 const*>(&shared.w[stage][box][row + 8 * h][16 * part]);
+        words[h][i] = four.x, words[h][i + 1] = four.y, words[h][i + 2] = four.z, words[h][i + 3] = four.w;
       }
 #pragma unroll
       for (int u = 0; u < C::kTerms; ++u) terms[h][u] = shared.terms[stage][u][row + 8 * h];
     }
   };
-  auto const dequantize = [&](auto half) {
-    constexpr int kPairs = 16 / C::kBits;  // of a word
+  auto const dequantize = [&](auto chunk) {
+    auto& to = fragments[chunk % 2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      Term const& term = terms[h][half * kColumnsX / C::kUnit];
+      Term const& term = terms[h][chunk * C::kChunk / C::kUnit];
+      if constexpr (C::kFp8) {
 #pragma unroll
-      for (int w = 0; w < 8 / kPairs; ++w) {
-        uint32_t to[kPairs];
-        C::Weights::pairs(words[h][half * C::kBoxesW + w / 2][w % 2], term, term, to);
+        for (int f = 0; f < C::kFragments; ++f) {
+          int const word = chunk * C::kFragments + f;
+          C::Weights::fours(words[h][word], words[h][4 + word], lane, term, to[f][h], to[f][2 + h]);
+        }
+      } else {
+        constexpr int kPairs = 16 / C::kBits, kWords = C::kWords / C::kChunks;  // of a word, of a chunk
 #pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-          int const at = w * kPairs + j;
-          pairs[half][at / 2][at % 2 * 2 + h] = to[j];
+        for (int w = 0; w < kWords; ++w) {
+          uint32_t pairs[kPairs];
+          C::Weights::pairs(words[h][chunk * kWords + w], term, term, pairs);
+#pragma unroll
+          for (int j = 0; j < kPairs; ++j) {
+            int const at = w * kPairs + j;
+            to[at / 2][at % 2 * 2 + h] = pairs[j];
+          }
         }
       }
     }
   };
-  auto const multiply = [&](auto half) {
+  auto const multiply = [&](auto chunk) {
+    auto& from = fragments[chunk % 2];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < C::kFragments; ++j) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) warpgroup_fence_operand(pairs[half][j][c]);
+      for (int c = 0; c < 4; ++c) warpgroup_fence_operand(from[j][c]);
     }
     warpgroup_fence_operand(sums);
     warpgroup_arrive();
+    constexpr int kChunksOfBox = C::kChunks / C::kBoxesX;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      Tensor fragment = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(pairs[half][j])), Layout<Shape<_8, _1>>{});
-      if (half == 0 && j == 0 && !C::kScaleWeights) mma.accumulate_ = GMMA::ScaleOut::Zero;
-      gemm(mma, fragment, fragments_x(_, _, j, 2 * stage + half), sums);
+    for (int j = 0; j < C::kFragments; ++j) {
+      Tensor fragment = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(from[j])),
+                                    Layout<Shape<Int<16 / sizeof(Element)>, _1>>{});
+      if (chunk * C::kChunk % C::kUnit == 0 && j == 0 && !C::kScaleWeights) mma.accumulate_ = GMMA::ScaleOut::Zero;
+      int const of_box = chunk % kChunksOfBox * C::kFragments + j, box = C::kBoxesX * stage + chunk / kChunksOfBox;
+      gemm(mma, fragment, fragments_x(_, _, of_box, box), sums);
       mma.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
     warpgroup_wait<1>();
   };
   constexpr std::integral_constant<int, 0> kFirst;
-  constexpr std::integral_constant<int, 1> kSecond;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   load();
   dequantize(kFirst);
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    multiply(kFirst);
-    release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], i - 1);
-    dequantize(kSecond);
-    if constexpr (C::kHalves) Full::wait(&shared.second_full[stage], phase);
-    multiply(kSecond);
-    if constexpr (C::kHalves) release(&shared.empty[stage], i);
-    float scales[2];
-    if constexpr (!C::kScaleWeights) scales[0] = terms[0][0].scale, scales[1] = terms[1][0].scale;
-    before = stage;
-    if (++stage == kStages) stage = 0, phase ^= 1;
-    if (i + 1 < steps) {
-      load();
-      dequantize(kFirst);
-    }
-    if constexpr (!C::kScaleWeights) {
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(sums);
+    unroll<C::kChunks>([&](auto chunk) {
+      constexpr int kAt = chunk, kNext = kAt + 1, kUnitAt = kAt * C::kChunk / C::kUnit;
+      if constexpr (C::kHalves && kAt == 1) Full::wait(&shared.second_full[stage], phase);
+      multiply(chunk);
+      if constexpr (kAt == 0) release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], i - 1);
+      if constexpr (C::kHalves && kAt == 1) release(&shared.empty[stage], i);
+      [[maybe_unused]] Term const of_rows[] = {terms[0][kUnitAt], terms[1][kUnitAt]};
+      if constexpr (kNext < C::kChunks) {
+        dequantize(std::integral_constant<int, kNext>());
+      } else {
+        before = stage;
+        if (++stage == kStages) stage = 0, phase ^= 1;
+        if (i + 1 < steps) {
+          load();
+          dequantize(kFirst);
+        }
+      }
+      if constexpr (!C::kScaleWeights && kNext * C::kChunk % C::kUnit == 0) {
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(sums);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) acc[j] = fmaf(scales[j / 2 % 2], sums(j), acc[j]);
-    }
+        for (int j = 0; j < kCount; ++j) acc[j] = fmaf(of_rows[j / 2 % 2].scale, sums(j), acc[j]);
+      }
+    });
   }
   warpgroup_wait<0>();
   warpgroup_fence_operand(sums);
@@ -404,9 +446,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 }
 
 // Has TMA load boxes of a matrix of 3 dimensions, and zeros for what is beyond.
-cudaError_t make_boxes(void const* data, CUtensorMapDataType type, std::array<int64_t, 3> shape,
-                       std::array<int64_t, 2> strides, int columns, int rows, CUtensorMapSwizzle swizzle,
-                       CUtensorMap& boxes) {
+inline cudaError_t make_boxes(void const* data, CUtensorMapDataType type, std::array<int64_t, 3> shape,
+                              std::array<int64_t, 2> strides, int columns, int rows, CUtensorMapSwizzle swizzle,
+                              CUtensorMap& boxes) {
   cuuint64_t const sizes[] = {cuuint64_t(shape[0]), cuuint64_t(shape[1]), cuuint64_t(shape[2])};
   cuuint64_t const bytes[] = {cuuint64_t(strides[0]), cuuint64_t(strides[1])};
   cuuint32_t const box[] = {cuuint32_t(columns), cuuint32_t(rows), 1}, steps[] = {1, 1, 1};
@@ -437,8 +479,10 @@ cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& 
   int const box_rows = kShare > 1 ? C::kTileM / kShare : std::min(C::kTileM, problem.m);
   int64_t const m = problem.m, n = problem.n, k = problem.k, row_bytes = problem.row_bytes(), batch = problem.batch;
   CUtensorMap boxes_x, boxes_w;
-  cudaError_t error = make_boxes(problem.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, {k, m, x_batched ? batch : 1},
-                                 {2 * k, 2 * m * k}, kColumnsX, box_rows, CU_TENSOR_MAP_SWIZZLE_128B, boxes_x);
+  int64_t const size = sizeof(typename C::Element);
+  auto const type = C::kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  cudaError_t error = make_boxes(problem.x, type, {k, m, x_batched ? batch : 1}, {size * k, size * m * k}, C::kColumnsX,
+                                 box_rows, CU_TENSOR_MAP_SWIZZLE_128B, boxes_x);
   if (error == cudaSuccess) {
     error = make_boxes(problem.w, CU_TENSOR_MAP_DATA_TYPE_UINT8, {row_bytes, n, w_batched ? batch : 1},
                        {row_bytes, n * row_bytes}, kBoxBytes, C::kRows, CU_TENSOR_MAP_SWIZZLE_NONE, boxes_w);
@@ -458,32 +502,23 @@ Instance instance(DType in) {
   return i;
 }
 
-template <DType In, int kBits>
-void add(std::vector<Instance>& to) {
-  using T = std::conditional_t<In == DType::kBF16, __nv_bfloat16, __half>;
-  to.push_back(instance<ConfigSm90<T, kBits, 8, false>, 1>(In));
-  to.push_back(instance<ConfigSm90<T, kBits, 16, false>, 1>(In));
-  to.push_back(instance<ConfigSm90<T, kBits, 32, false>, 1>(In));
-  to.push_back(instance<ConfigSm90<T, kBits, 64, false>, 1>(In));
-  if constexpr (In == DType::kF16) {  // whose range scaled weights may leave
-    to.push_back(instance<ConfigSm90<T, kBits, 128, false>, 1>(In));
+// Of 16-bit x.
+template <class T, int kBits>
+void add_wgmma(DType in, std::vector<Instance>& to) {
+  to.push_back(instance<ConfigSm90<T, kBits, 8, false>, 1>(in));
+  to.push_back(instance<ConfigSm90<T, kBits, 16, false>, 1>(in));
+  to.push_back(instance<ConfigSm90<T, kBits, 32, false>, 1>(in));
+  to.push_back(instance<ConfigSm90<T, kBits, 64, false>, 1>(in));
+  if constexpr (!kIsBf16<T>) {  // whose range scaled weights may leave
+    to.push_back(instance<ConfigSm90<T, kBits, 128, false>, 1>(in));
   } else {
-    to.push_back(instance<ConfigSm90<T, kBits, 64, true>, 1>(In));
-    to.push_back(instance<ConfigSm90<T, kBits, 128, true>, 1>(In));
-    to.push_back(instance<ConfigSm90<T, kBits, 128, true, 192>, 1>(In));
-    to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 1>(In));
+    to.push_back(instance<ConfigSm90<T, kBits, 64, true>, 1>(in));
+    to.push_back(instance<ConfigSm90<T, kBits, 128, true>, 1>(in));
+    to.push_back(instance<ConfigSm90<T, kBits, 128, true, 192>, 1>(in));
+    to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 1>(in));
     // To share x gains up to 4 % here, and nothing with smaller tiles (benchmarks/block_scaled_mm/README.md).
-    to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 2>(In));
+    to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 2>(in));
   }
-}
-
-}  // namespace
-
-void add_wgmma_instances(std::vector<Instance>& to) {
-  add<DType::kBF16, 4>(to);
-  add<DType::kBF16, 8>(to);
-  add<DType::kF16, 4>(to);
-  add<DType::kF16, 8>(to);
 }
 
 }  // namespace jax_qmm::block_scaled

@@ -1,14 +1,12 @@
-"""A product of float8 with one scale a row and int4, labelled operands, by block_scaled_mm of x in float16.
+"""A product of float8 with one scale a row and int4, labelled operands, by block_scaled_mm.
 
-float16 has all values of float8_e4m3fn, and those of int4 less their zero points: the products are exact, and float32
-sums of them are scaled. So weights are read in 4 bits, where a product of float8 needs float8 made of them first. XLA
-widens x, in a jit named "jax_qmm_widened", so that `explain` can tell.
+float8_e4m3fn has all values of int4 less their zero points: the products are exact, and sums of them are scaled. So
+weights are read in 4 bits, where a product of two float8 operands needs float8 made of them first.
 """
 
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jax_qmm.dtypes import FLOAT8, INT4
@@ -20,22 +18,19 @@ from jax_qmm.ops.product_form import form_of, result, split_bias
 from jax_qmm.qarray import QArray
 from jax_qmm.reference.scaled_mm import epilogue
 
-_MOST_ROWS = 64  # of float8; with more of them w rather becomes float8 once
-
 
 def serves(product, lhs, rhs):
-    """Whether few rows of float8 meet int4 that block_scaled_mm takes, or any rows int4 that can't become float8."""
+    """Whether float8 meets int4 whose blocks kernels serve, or that can't become float8."""
     (x, x_own), (w, w_own) = _sides(product, lhs, rhs)
     if not (_is_int4(w) and _is_float8_in_rows(product, x, x_own)):
         return False
     if weight_only_dot.unserved(product, *((w, None) if w is lhs else (None, w))):
         return False
-    form = _form(product, lhs, rhs)
-    m, k = (math.prod(form.shape(labels)) for labels in (form.rows, form.contracted))
     if not expanded_dot.serves(product, lhs, rhs):
         return True
-    few = isinstance(m, int) and isinstance(k, int) and m <= _MOST_ROWS
-    return few and unserved_blocks(weight_only_dot.block_of(form, w, w_own), k) is None
+    form = _form(product, lhs, rhs)
+    k = math.prod(form.shape(form.contracted))
+    return isinstance(k, int) and unserved_blocks(weight_only_dot.block_of(form, w, w_own), k) is None
 
 
 def _is_int4(x):
@@ -75,17 +70,7 @@ def dot(product, lhs, rhs, bias, static):
         x = product.scheme.with_static(*static).quantize_activation(x, count)
     x = in_blocks(x, count)
     column_bias, late_bias = split_bias(product, form, bias)
-    sums = weight_only_dot.of_matrix(product, form, jax_qmm_widened(x.values), w, w_own, None, jnp.dtype(jnp.float32))
+    sums = weight_only_dot.of_matrix(product, form, x.values, w, w_own, None, jnp.dtype(jnp.float32))
     of_rows: dict[str, Any] = {"scale_a": x.scale[..., 0]} | ({} if column_bias is None else {"bias": column_bias})
     out_dtype = product.out_dtype if late_bias is None else jnp.dtype(jnp.float32)
     return result(product, form, epilogue(sums, num_batch=len(form.batch), out_dtype=out_dtype, **of_rows), late_bias)
-
-
-@jax.jit
-def jax_qmm_widened(x):
-    """float8 as float16, exactly.
-
-    >>> jax_qmm_widened(jnp.float8_e4m3fn([448, 2.0**-9, jnp.nan])).tolist()
-    [448.0, 0.001953125, nan]
-    """
-    return x.astype(jnp.float16)

@@ -1,0 +1,17 @@
+#include "block_scaled_mm/wgmma_sm90.cuh"
+
+namespace jax_qmm::block_scaled {
+
+// Few rows of x are faster in 16 bits, as only weights take time there.
+template <>
+void add_wgmma_instances<DType::kF8E4M3>(std::vector<Instance>& to) {
+  auto const add = [&](auto unit) {
+    to.push_back(instance<ConfigSm90<Fp8, 4, 64, false, 128, unit>, 1>(DType::kF8E4M3));
+    to.push_back(instance<ConfigSm90<Fp8, 4, 128, false, 128, unit>, 1>(DType::kF8E4M3));
+  };
+  add(std::integral_constant<int, 128>());
+  add(std::integral_constant<int, 64>());
+  add(std::integral_constant<int, 32>());
+}
+
+}  // namespace jax_qmm::block_scaled
