@@ -87,7 +87,7 @@ def test_no_transpose_is_lowered_for_blocks(scheme, equation, shape, weight, con
         ("bthd,hdf->btf", (2, 8, 4, 16), (4, 16, 32), (0, 1)),
     ],
 )
-def test_int4_is_read_as_it_is_by_few_rows_of_float8(scheme, equation, shape, weight, contracted):
+def test_int4_is_read_as_it_is_beside_float8(scheme, equation, shape, weight, contracted):
     w = scheme.quantize_weight(jnp.ones(weight), contracted)
     traced = product(equation, scheme).trace(jax.ShapeDtypeStruct(shape, jnp.bfloat16), w)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
