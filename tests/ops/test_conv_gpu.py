@@ -187,8 +187,7 @@ def test_extremes(on_reference, tile, value, zero_point):
 
 
 @pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
-@pytest.mark.parametrize("activation", [None, "relu", (-0.5, 0.25)])
-@pytest.mark.parametrize("out", [16, 19])
+@pytest.mark.parametrize("out, activation", [(16, None), (19, None), (16, (-0.5, 0.25)), (19, "relu")])
 def test_outputs(on_reference, tile, out, activation, out_dtype):
     """With rows of the output that begin at whole stores and others."""
     c = case((6, 5), (3, 3), padding=SAME, channels=32, out=out)
