@@ -1,5 +1,7 @@
 // Asynchronous copies: cp.async, TMA, bulk copies and st.async.
 #include <algorithm>
+#include <array>
+#include <memory>
 
 #include "decode.h"
 #include "memory.h"
@@ -383,24 +385,24 @@ void bulk_copy(Warp& w, Inst const& i, uint32_t lanes) {
 
 void st_async(Warp& w, Inst const& i, uint32_t lanes) {
   uint32_t const bytes = bytes_of(i.type), size = bytes * i.vec;
-  Clocks const issued = race_issue(w);
+  auto const issued = std::make_shared<Clocks const>(race_issue(w));
   for_lanes(lanes, [&](int l) {
     uint32_t const to = uint32_t(address(w, i.op(0), l)), bar = uint32_t(address(w, i.op(2), l)),
                    offset = to & 0xffffff;
     Cta *const t = shared_owner(w, to), *const bar_owner = shared_owner(w, bar);
-    if (t == nullptr || bar_owner == nullptr || !issue_write(w, i, l, *t, offset, size, size, issued)) return;
+    if (t == nullptr || bar_owner == nullptr || !issue_write(w, i, l, *t, offset, size, size, *issued)) return;
     mark_in_flight(*t, offset, size);
-    std::vector<uint64_t> values(i.vec);
+    std::array<uint64_t, 4> values;
     bool good = true;
     for (int j = 0; j < i.vec; ++j) {
       values[j] = w.value(i.ops[i.begin[1] + j], l);
       good &= !w.undefined(i.ops[i.begin[1] + j], l);
     }
     deliver(*w.cta->cluster, [t, bar_owner, offset, size, bytes, values, bar, issued, good] {
-      for (size_t j = 0; j < values.size(); ++j) std::memcpy(t->shared.data() + offset + j * bytes, &values[j], bytes);
+      for (uint32_t j = 0; j < size / bytes; ++j) std::memcpy(t->shared.data() + offset + j * bytes, &values[j], bytes);
       mark_arrived(*t, offset, size);
       if (!good) std::memset(&t->state[offset], 0, size);
-      mbarrier_complete_tx(*bar_owner, bar & 0xffffff, size, issued);
+      mbarrier_complete_tx(*bar_owner, bar & 0xffffff, size, *issued);
     });
   });
 }

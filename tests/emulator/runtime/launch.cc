@@ -57,6 +57,7 @@ void Launch::start(Cluster& c, uint64_t index) {
     if (options.check_fences) t.proxy.assign(shared_end / 4 + 4, {});
     if (options.check_lanes) t.lanes.assign(shared_end / 4 + 4, {});
     t.race_readers.clear();
+    t.unused_readers.clear();
     t.syncs.clear();
     for (NamedBarrier& b : t.barriers) {
       b = {};

@@ -201,6 +201,7 @@ struct Cta {
   std::vector<ProxyWord> proxy;
   std::vector<LaneWord> lanes;
   std::vector<std::pair<Clocks, std::vector<uint32_t>>> race_readers;
+  std::vector<int32_t> unused_readers;  // of race_readers
   struct Sync {
     Clocks gathered, released;
     // Of mbarrier.init: by which warp and lane, when; when it was fenced.

@@ -81,13 +81,21 @@ void race_access(Warp& w, Cta& owner, Inst const& inst, int lane, uint32_t offse
       word.written = word.writer == actor && word.write_clock == clock ? word.written | bytes : bytes;
       word.writer = actor, word.write_clock = clock, word.write_line = line;
       word.read &= ~bytes;
-      if (word.read == 0) word.readers = -1, word.reader = 0xffff;
+      if (word.read == 0) {
+        if (word.readers >= 0) owner.unused_readers.push_back(word.readers);
+        word.readers = -1, word.reader = 0xffff;
+      }
     } else {
       if (word.reader != 0xffff && word.reader != actor && word.read_clock > now[word.reader] && word.readers < 0) {
-        word.readers = owner.race_readers.size();
-        owner.race_readers.push_back({Clocks(now.size()), std::vector<uint32_t>(now.size())});
-        owner.race_readers.back().first[word.reader] = word.read_clock;
-        owner.race_readers.back().second[word.reader] = word.read_line;
+        if (owner.unused_readers.empty()) {
+          owner.unused_readers.push_back(owner.race_readers.size());
+          owner.race_readers.emplace_back();
+        }
+        word.readers = owner.unused_readers.back();
+        owner.unused_readers.pop_back();
+        auto& [clocks, lines] = owner.race_readers[word.readers];
+        clocks.assign(now.size(), 0), lines.assign(now.size(), 0);
+        clocks[word.reader] = word.read_clock, lines[word.reader] = word.read_line;
       }
       if (word.readers >= 0) {
         owner.race_readers[word.readers].first[actor] = clock;
@@ -193,13 +201,13 @@ void check_initialized(Warp& w, Cta& owner, Inst const& inst, int lane, uint32_t
   if (found == owner.syncs.end() || found->second.initializer == 0xffff) return;
   Cta::Sync const& sync = found->second;
   uint32_t const known = (issued != nullptr ? *issued : w.clocks)[sync.initializer];
-  std::string const at = "an mbarrier that was initialized at PTX line " + std::to_string(sync.line);
+  auto const at = [&] { return "an mbarrier that was initialized at PTX line " + std::to_string(sync.line); };
   if (sync.clock > known) {
-    w.cta->launch->report(w, inst, lane, "fence", "uses " + at + ", with nothing that orders the two");
+    w.cta->launch->report(w, inst, lane, "fence", "uses " + at() + ", with nothing that orders the two");
   } else if (issued != nullptr && (sync.fenced == 0 || sync.fenced > known)) {
     w.cta->launch->report(
         w, inst, lane, "fence",
-        "has TMA use " + at + ", with no fence.mbarrier_init or fence.proxy.async of that thread between");
+        "has TMA use " + at() + ", with no fence.mbarrier_init or fence.proxy.async of that thread between");
   }
 }
 

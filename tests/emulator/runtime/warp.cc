@@ -197,7 +197,7 @@ void Warp::track(Inst const& inst, uint32_t lanes) {
   }
   if (active == 0 || mma) return;
   uint32_t bad = 0, from = here;
-  bool const select = inst.name.compare(0, 5, "selp.") == 0;
+  bool const select = std::string_view(inst.name).substr(0, 5) == "selp.";
   bool const memory = inst.cls == Class::LoadStore || inst.cls == Class::Atomic,
              addresses = memory || inst.cls == Class::Copy;
   for (size_t i = first_source; i < inst.ops.size(); ++i) {

@@ -109,10 +109,7 @@ bool gather(Warp& w, Inst const& i, Descriptor const& d, int first, int count, i
 // before wgmma.wait_group: Warp::track and the clocks of races see to that.
 template <class V>
 void multiply(Warp& w, Inst const& i, WgmmaShape const& s) {
-  static thread_local std::vector<V> a, b, sums;
-  a.resize(16 * s.k);
-  b.resize(s.n * s.k);
-  sums.resize(16 * s.n);
+  std::vector<V> a(16 * s.k), b(s.n * s.k), sums(16 * s.n);
   Clocks const issued = race_issue(w);
   int const a_op = 1, b_op = 2;
   uint8_t good_a[16], good_b[256];
