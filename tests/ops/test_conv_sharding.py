@@ -221,6 +221,8 @@ FORMS = {
     [
         dict(images="x", out="x"),
         dict(images=("x", "y"), out="y"),
+        dict(out="y"),
+        dict(channels="x"),
         dict(channels="x", lhs="y"),
         dict(rows="x"),
     ],
