@@ -34,6 +34,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--emulator"):
         _load_emulator()
+    # Programs run once, on the CPU: LLVM would optimize for longer than that saves. XLA's own passes stay.
+    jax.config.update("jax_disable_most_optimizations", config.getoption("--emulator") or _no_gpu() is not None)
 
 
 def _load_emulator():

@@ -27,6 +27,8 @@ class Copy {
   explicit Copy(void* of_xla) : xla_(*static_cast<XLA_FFI_Buffer const*>(of_xla)), copy_(xla_) {
     bytes_ = xla::ffi::ByteWidth(static_cast<xla::ffi::DataType>(xla_.dtype));
     for (int64_t i = 0; i < xla_.rank; ++i) bytes_ *= xla_.dims[i];
+    // Two to a byte, which ByteWidth doesn't say.
+    if (xla_.dtype == XLA_FFI_DataType_S4 || xla_.dtype == XLA_FFI_DataType_U4) bytes_ = (bytes_ + 1) / 2;
     if (cudaMalloc(&copy_.data, bytes_) != cudaSuccess) throw std::bad_alloc();
   }
   ~Copy() { cudaFree(copy_.data); }
