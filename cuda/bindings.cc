@@ -391,7 +391,7 @@ NB_MODULE(_kernels, m) {
       "they do.");
   m.def(
       "runtime", [] { return JAX_QMM_RUNTIME; },
-      "JAX_QMM_CUDA_RUNTIME of the build: static, or emulator, whose kernels run on the CPU.");
+      "The CUDA runtime: static, which is NVIDIA's, or emulator, whose kernels run on the CPU.");
 #ifdef JAX_QMM_EMULATOR
   m.def("calls_with_reports", [] { return calls_with_reports.load(); }, "How many calls the emulator reported on.");
 #endif

@@ -1,19 +1,16 @@
-# JAX_QMM_CUDA_RUNTIME=emulator: kernels stay PTX, which the emulator finds in the binary and interprets.
-set(code virtual)
+# JAX_QMM_EMULATOR=ON: the objects have PTX of every architecture too, which the emulator finds in the module.
+message(STATUS "jax_qmm: building kernels for the emulator.")
+set(emulated 75 80 89 90a)
+list(TRANSFORM emulated APPEND "-virtual" OUTPUT_VARIABLE emulated_code)
+list(APPEND code ${emulated_code})
+list(REMOVE_DUPLICATES code)
 string(APPEND CMAKE_CUDA_FLAGS " --compress-mode=none -lineinfo")
-set(CMAKE_CUDA_RUNTIME_LIBRARY None)
-set(cudart cudart_emulator)
-add_subdirectory(tests/emulator)
-list(REMOVE_ITEM SOURCES_host cuda/scaled_mm/measure.cc)
-list(APPEND SOURCES_host tests/emulator/measure.cc)
-add_compile_definitions(JAX_QMM_EMULATOR)
-include_directories(${CMAKE_CURRENT_LIST_DIR})
 
-# Of the kernels only those in kernels.txt, or the build and the tests would take hours: the sources include the table
-# without the other lines.
+# The emulator's module knows only the kernels in kernels.txt, or the tests would take hours: its sources include the tables
+# without the other lines. Where no machine code is made, only those are compiled.
 file(STRINGS ${CMAKE_CURRENT_LIST_DIR}/kernels.txt wanted REGEX "^[A-Z]")
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${table_sm80} ${table_sm90}
-             ${CMAKE_CURRENT_LIST_DIR}/kernels.txt)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/kernels.txt)
+set(emulated_tables ${CMAKE_CURRENT_BINARY_DIR}/emulator)
 foreach(table sm80 sm90)
   file(STRINGS ${table_${table}} every_line)
   set(chosen_lines "")
@@ -23,10 +20,15 @@ foreach(table sm80 sm90)
       list(REMOVE_ITEM wanted "${line}")
     endif()
   endforeach()
-  set(table_${table} ${CMAKE_CURRENT_BINARY_DIR}/emulator/scaled_mm/instances_${table}.def)
-  file(CONFIGURE OUTPUT ${table_${table}} CONTENT "${chosen_lines}" @ONLY)
+  set(chosen ${emulated_tables}/scaled_mm/instances_${table}.def)
+  file(CONFIGURE OUTPUT ${chosen} CONTENT "${chosen_lines}" @ONLY)
+  if(NOT archs)
+    set(table_${table} ${chosen})
+  endif()
 endforeach()
 if(wanted)
   message(FATAL_ERROR "tests/emulator/kernels.txt has kernels that the tables lack: ${wanted}")
 endif()
-include_directories(BEFORE ${CMAKE_CURRENT_BINARY_DIR}/emulator)
+if(NOT archs)
+  include_directories(BEFORE ${emulated_tables})
+endif()

@@ -6,8 +6,7 @@ namespace jax_qmm {
 
 std::vector<double> measure_scaled_mm(ScaledMm const&, std::vector<ScaledMmChoice> const&, Gpu const&,
                                       std::string const&, int) {
-  throw std::runtime_error(
-      "kernels can't be measured in a build with JAX_QMM_CUDA_RUNTIME=emulator: it says nothing of time");
+  throw std::runtime_error("kernels can't be measured on the emulator: it says nothing of time");
 }
 
 }  // namespace jax_qmm
