@@ -5,8 +5,8 @@
 Needs a C++ compiler and no GPU. CUDA's compiler and all else come from the package registry, into a virtual environment
 beside the build. Later calls build only what has changed.
 
-With JAX_QMM_CUDA_ARCHS, the first call's kernels are all of the package's and machine code of these architectures too, so
-that pip makes a wheel without compiling them again, as `.ci/run` does.
+With JAX_QMM_CUDA_ARCHS in the first call it compiles all of the package's kernels, and for these architectures as well,
+so that pip makes a wheel without compiling them again, as `.ci/run` does.
 """
 
 import os
@@ -21,7 +21,8 @@ REQUIRES = "import jax_qmm_build; print(*jax_qmm_build.get_requires_for_build_wh
 
 
 def run(*command, **kwargs):
-    own = {"JAX_QMM_CUDA_ARCHS": "90a", "PYTHONPATH": str(ROOT / "build_backend")}  # of any, the requirements are the same
+    # Whatever the architectures, REQUIRES are the same.
+    own = {"JAX_QMM_CUDA_ARCHS": "90a", "PYTHONPATH": str(ROOT / "build_backend")}
     return subprocess.run(command, check=True, cwd=ROOT, env=os.environ | own, **kwargs)
 
 
