@@ -40,7 +40,7 @@ def pytest_configure(config):
 
 def _load_emulator():
     """Makes the kernels of tests/emulator's build those of the package."""
-    build = Path(__file__).parents[1] / "build" / "emulator" / "tests" / "emulator"
+    build = Path(__file__).parents[1] / "build" / "emulator"
     found = [*build.glob("_kernels*.so")]
     if not found:
         raise pytest.UsageError(f"--emulator: there are no kernels in {build}; run `python tests/emulator/build.py`")
