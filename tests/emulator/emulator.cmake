@@ -1,9 +1,15 @@
 # JAX_QMM_EMULATOR=ON: the objects have PTX of every architecture too, which the emulator finds in the module.
 message(STATUS "jax_qmm: building kernels for the emulator.")
 set(emulated 75 80 89 90a)
-list(TRANSFORM emulated APPEND "-virtual" OUTPUT_VARIABLE emulated_code)
-list(APPEND code ${emulated_code})
+list(APPEND code 80-virtual 90a-virtual)
 list(REMOVE_DUPLICATES code)
+# Without what would be compiled to no purpose: block_scaled_mm has no kernels for Turing, and Ada's differ from Ampere's where
+# they use tensor cores or conversions of fp8.
+function(add_emulated_ptx arch)
+  foreach(source IN LISTS ARGN)
+    set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS "--generate-code=arch=compute_${arch},code=[compute_${arch}]")
+  endforeach()
+endfunction()
 string(APPEND CMAKE_CUDA_FLAGS " --compress-mode=none -lineinfo")
 
 # The emulator's module knows only the kernels in kernels.txt, or the tests would take hours: its sources include the tables
