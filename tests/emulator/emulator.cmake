@@ -3,11 +3,23 @@ message(STATUS "jax_qmm: building kernels for the emulator.")
 set(emulated 75 80 89 90a)
 list(APPEND code 80-virtual 90a-virtual)
 list(REMOVE_DUPLICATES code)
-# Without what would be compiled to no purpose: block_scaled_mm has no kernels for Turing, and Ada's differ from Ampere's where
-# they use tensor cores or conversions of fp8.
-function(add_emulated_ptx arch)
+# The PTX of Turing and of Ada, for sources of which it is another than Ampere's: block_scaled_mm has no kernels for Turing, and
+# Ada's differ where they use tensor cores or conversions of fp8.
+function(add_emulated_ptx)
   foreach(source IN LISTS ARGN)
-    set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS "--generate-code=arch=compute_${arch},code=[compute_${arch}]")
+    set(differs "")
+    if(NOT source MATCHES "cuda/block_scaled_mm/")
+      list(APPEND differs 75)
+    endif()
+    if(source MATCHES "fp8|multistage_|cuda/quantize/|cuda/scaled_mm/")
+      list(APPEND differs 89)
+    endif()
+    foreach(arch IN LISTS differs)
+      if(NOT ${arch}-virtual IN_LIST code)
+        set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS
+                     "--generate-code=arch=compute_${arch},code=[compute_${arch}]")
+      endif()
+    endforeach()
   endforeach()
 endfunction()
 string(APPEND CMAKE_CUDA_FLAGS " --compress-mode=none -lineinfo")
