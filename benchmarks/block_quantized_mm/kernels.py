@@ -3,23 +3,16 @@
     python benchmarks/block_quantized_mm/kernels.py --csv kernels.csv
     python benchmarks/block_quantized_mm/kernels.py --w4a8 --csv kernels.csv    # those of expanded_mm
 
-The cost models in cuda/block_quantized_mm/select.cc and cuda/expanded_mm/select.cc are fitted to these times. Needs a
-GPU that has kernels. Operands together exceed the L2 cache. All kernels of a product run in one compiled program of
-many calls, outside of CUDA graphs, so that each run chooses anew; times are the host's, less that of a program of one
-small kernel.
+The cost models in cuda/block_quantized_mm/select.cc and cuda/expanded_mm/select.cc are fitted to such times. Needs a
+GPU that has kernels. Times are JAX's profiler's, of programs of many calls whose operands together exceed the L2 cache.
 """
 
 import argparse
 import csv
 import functools
-import os
 import re
-import statistics
 import time
 from pathlib import Path
-
-os.environ["JAX_QMM_RECORD"] = "0"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +27,7 @@ from jax_qmm.ops.expanded_mm import expanded_mm
 from jax_qmm.tuning import Product
 
 WEIGHTS = ((4096, 14336), (8192, 8192), (28672, 8192), (6144, 4096))  # N, K
-ROWS = (1, 16, 64, 128, 1024, 4096)
+ROWS = (1, 8, 16, 64, 128, 1024, 4096)
 # Of the operands: dtype, block, whether a has zero points, and rows of b that share their scales. The first two are of
 # all weights, the others of two.
 KINDS = (
@@ -52,7 +45,6 @@ W4A8_PRODUCTS = (
     *((4096, 4096, m) for m in (64, 256, 512, 4096)),
     *((6144, 4096, m) for m in (32, 128)),
 )
-PROGRAM_US = 3000  # that a program is to take, of up to 120 calls
 
 
 def may_be_best(words: str, m: int) -> bool:
@@ -64,35 +56,8 @@ def may_be_best(words: str, m: int) -> bool:
 
 
 def timed(function, sets) -> float:
-    """Microseconds of a call, of those for all `sets` in one program: the median of 5 runs."""
-
-    def run():
-        begin = time.perf_counter()
-        jax.block_until_ready(function(sets))
-        return 1e6 * (time.perf_counter() - begin)
-
-    run()
-    return (statistics.median(run() for _ in range(5)) - empty_us()) / len(sets)
-
-
-def empty_us() -> float:
-    """Of a program that does nothing to speak of, from its start by the host to the host's knowing its end."""
-    if not _EMPTY:
-        function, one = jax.jit(lambda x: x + 1), jnp.zeros(8)
-        times = []
-        for _ in range(50):
-            begin = time.perf_counter()
-            jax.block_until_ready(function(one))
-            times.append(1e6 * (time.perf_counter() - begin))
-        _EMPTY.append(statistics.median(times))
-    return _EMPTY[0]
-
-
-_EMPTY: list[float] = []
-
-
-def each(function):
-    return jax.jit(lambda sets: [function(*arguments) for arguments in sets])
+    measure._call_each.clear_cache()  # the same function runs other kernels
+    return measure.jit_us(function, sets)
 
 
 def values(rows, k, dtype, seed):
@@ -109,47 +74,42 @@ def roofline_us(nbytes: int, m: int, n: int, k: int, gpu) -> float:
     return 1e6 * max(nbytes / gpu.copy_rate, 2 * m * n * k / gpu.peak)
 
 
-def chained(sets, us: float):
-    """The sets again and again, for a program of calls that take about `us` each."""
-    calls = int(min(120, max(len(sets), PROGRAM_US / us)))
-    return (sets * calls)[:calls]
-
-
 def measure_product(kind, m: int, n: int, k: int, kernels, gpu):
     """Yields what runs, and its microseconds."""
     dtype, block, zero_points, shared = kind
     size = (m + n) * k + 2 * m * n
-    roofline = roofline_us(size, m, n, k, gpu)
+    chained = functools.partial(measure.chain, us=roofline_us(size, m, n, k, gpu))
     count = measure.count_sets(size, 8)
     operands = [
         (side(m, k, dtype, block, zero_points, 1, i), side(n, k, dtype, block, False, shared, i + count))
         for i in range(count)
     ]
-    function = each(lambda x, w: jax_qmm.block_scaled_mm(x, w, out_dtype=jnp.bfloat16))
+    sets = chained(operands)
+    function = functools.partial(jax_qmm.block_scaled_mm, out_dtype=jnp.bfloat16)
     problem = kernels.BlockQuantizedMmProblem(
         m, n, k, 1, str(jnp.dtype(dtype)), "bfloat16", block, zero_points, shared == 128
     )
     for words in problem.choices(gpu):
         if may_be_best(words, m):
             kernels.restrict_block_quantized_mm(words)
-            yield words, timed(function, chained(operands, roofline))
+            yield words, timed(function, sets)
             kernels.restrict_block_quantized_mm("")
     if block == 128 and not zero_points and (shared == 128 or dtype == jnp.int8):
         ones = jnp.ones(m), jnp.ones(n)
         rows = [(x.qvalue, w.qvalue, *ones) for x, w in operands]
-        yield "scaled_mm", timed(each(jax_qmm.scaled_mm), chained(rows, roofline))
+        yield "scaled_mm", timed(jax_qmm.scaled_mm, chained(rows))
     if kind == KINDS[0]:
         floats = [
             (values(m, k, jnp.bfloat16, i), values(n, k, jnp.bfloat16, i + count), None, None)
             for i in range(measure.count_sets(2 * size, 8))
         ]
-        yield "XLA bfloat16", timed(each(measure.xla_bf16), chained(floats, roofline))
+        yield "XLA bfloat16", timed(measure.xla_bf16, chained(floats))
 
 
 def measure_w4a8(m: int, n: int, k: int, kernels, gpu):
     """Yields what runs, and its microseconds: kernels of int4 weights, and what has 8 and 16 bits in their place."""
     nbytes, block = m * k + n * k // 2 + 2 * m * n, 128
-    roofline = roofline_us(nbytes, m, n, k, gpu)
+    chained = functools.partial(measure.chain, us=roofline_us(nbytes, m, n, k, gpu))
     scales = jnp.full(m, 0.01), jnp.full(n, 0.01)
     multiples = jnp.full((n, k // block), 7, jnp.int8)
     make_int4 = jax.jit(lambda x: (x >> 4).astype(jnp.int4))
@@ -164,14 +124,14 @@ def measure_w4a8(m: int, n: int, k: int, kernels, gpu):
     for words in kernels.ExpandedMmProblem(m, n, k, 1, "bfloat16").choices(gpu):
         if "multistage" not in words or m <= 128:
             kernels.restrict_expanded_mm(words)
-            yield words, timed(each(product), chained(packed, roofline))
+            yield words, timed(product, chained(packed))
             kernels.restrict_expanded_mm("")
     for name, function, dtype in (
         ("scaled_mm", jax_qmm.scaled_mm, "int8"),
         ("XLA bfloat16", measure.xla_bf16, "bfloat16"),
     ):
         dense = measure.operands(Product(m, n, k, 1, dtype, "bfloat16", False), dtype)
-        yield name, timed(each(function), chained(dense, roofline))
+        yield name, timed(function, chained(dense))
 
 
 def main() -> None:

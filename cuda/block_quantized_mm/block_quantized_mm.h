@@ -42,6 +42,7 @@ struct InBlocks {
 struct BlockQuantizedMm : ScaledMm {
   static constexpr int kShortest = 32, kLongest = 256;  // blocks, by powers of two
   static constexpr int kLog2Shared = 7;                 // of the rows of b that may share their scales
+  static constexpr int kFewRows = 64;                   // of a; up to here reading b may be what counts
 
   int block;  // columns that share a scale; the last one may be short
   InBlocks of_a, of_b;

@@ -1,9 +1,11 @@
 // The table of kernels, from which select.cc chooses.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "block_quantized_mm/block_quantized_mm.h"
+#include "core/few_rows.h"
 
 namespace jax_qmm::block_quantized {
 
@@ -16,6 +18,8 @@ struct Instance {
   bool wgmma = false;     // of Hopper alone, for rows that TMA can load
   bool shared_b = false;  // for rows of b that share their scales
   int share = 1;          // blocks of a cluster that load an operand for each other
+  std::optional<FewRowsCycles> few_rows{};
+  int tile_k = 0;  // of kernels for few rows: that all warps multiply at a time
   cudaError_t (*prepare)(bool& fits) = nullptr;
   cudaError_t (*launch)(BlockQuantizedMm const&, Submit const&) = nullptr;
 };
@@ -25,5 +29,7 @@ template <DType In, bool kZeroPoints>
 void add_instances(std::vector<Instance>& to);
 template <DType In, bool kZeroPoints>
 void add_wgmma_instances(std::vector<Instance>& to);
+template <DType In, bool kZeroPoints>
+void add_few_rows(std::vector<Instance>& to);
 
 }  // namespace jax_qmm::block_quantized

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "block_quantized_mm/instances.h"
+#include "block_quantized_mm/sum.cuh"
 #include "core/launch.cuh"
 #include "core/prepare.h"
 #include "scaled_mm/multistage.cuh"
@@ -74,22 +75,6 @@ class SourceOfTerms {
   sm80::Place<C> const& at_;
   uint32_t slots_;
   int slot_ = 0;
-};
-
-// Sums of int8 start from a float that is as large as to have units of 1, as bits: they are that float plus the sum,
-// of which one subtraction takes the float away, exactly. So no sum is converted. Those of a block are 2^22 at most.
-template <class Accumulator>
-struct Sum;
-template <>
-struct Sum<int32_t> {
-  static_assert(128 * 128 * BlockQuantizedMm::kLongest <= 1 << 22);
-  static constexpr int32_t kStart = 0x4b400000;  // 1.5 * 2^23
-  __device__ static float value(int32_t sum) { return __int_as_float(sum) - 12582912.0f; }
-};
-template <>
-struct Sum<float> {
-  static constexpr float kStart = 0;
-  __device__ static float value(float sum) { return sum; }
 };
 
 template <class C>

@@ -13,6 +13,9 @@ namespace {
 std::vector<Instance> const& instances() {
   static std::vector<Instance> const all = [] {
     std::vector<Instance> found;
+    add_few_rows<DType::kS8, false>(found);
+    add_few_rows<DType::kS8, true>(found);
+    add_few_rows<DType::kF8E4M3, false>(found);
     add_instances<DType::kS8, false>(found);
     add_instances<DType::kS8, true>(found);
     add_instances<DType::kF8E4M3, false>(found);
@@ -39,9 +42,11 @@ bool runs_on(Gpu const& gpu, int instance) {
 }
 
 bool serves(Instance const& i, BlockQuantizedMm const& p) {
-  // Rows that TMA can load.
+  // Rows that TMA can load, and whole loads.
   uintptr_t const addresses = reinterpret_cast<uintptr_t>(p.a) | reinterpret_cast<uintptr_t>(p.b);
-  if (i.wgmma && (p.k == 0 || p.k % 16 != 0 || addresses % 16 != 0)) return false;
+  bool const in_sixteens = p.k % 16 == 0 && addresses % 16 == 0;
+  if (i.wgmma && (p.k == 0 || !in_sixteens)) return false;
+  if (i.few_rows && (p.m > p.kFewRows || !in_sixteens)) return false;
   if (i.shared_b && p.of_b.scale.shift == 0) return false;
   return i.in == p.in && i.zero_points == p.has_zero_points() && i.shortest <= p.block && p.block <= i.longest;
 }
@@ -55,18 +60,29 @@ struct Costs {
   double l2 = 30;         // bytes of L2 that an SM gets in a cycle
 };
 
-// Fitted to 209 times on an H200, of one to 4096 rows by four weights: tests/benchmarks/test_block_quantized_mm.py has
+// Fitted to 3095 times on an H200, of one to 4096 rows by 11 weights: tests/benchmarks/test_block_quantized_mm.py has
 // how near the choices are. Whether older GPUs are like that is not measured.
 Costs costs_of(Instance const& i, Gpu const& gpu) {
   bool const shifted = i.zero_points;
-  if (i.shared_b) return {9e-6, 2300, 360, 128, 0.64, 0.5, 1, 37};  // to 14 times on an H100
-  if (i.wgmma) return {11e-6, 14000, shifted ? 700.0 : 360.0, 128, 0.64, shifted ? 2.5 : 1.5, 4.4};
-  double const rate = (gpu.arch == 90 ? 0.633 : 1) / (i.in == DType::kF8E4M3 ? 2.6 : 1);
-  return {2e-6, 37000, 600, 64, rate, shifted ? 15 : 4.2, 0};
+  if (i.shared_b) return {2.8e-6, 2050, 410, 128, 0.56, 0.61, 0.95, 61};
+  if (i.wgmma) {
+    double const step = (shifted ? 345 : 257) * (i.tile_m == 16 ? 1.31 : 1);
+    return {0.4e-6, 4900, step, 128, 0.466, shifted ? 2.33 : 1.19, 5, 35};
+  }
+  // Of a peak that on Hopper is wgmma's.
+  double const rate = (gpu.arch == 90 ? 0.28 : 0.44) / (i.in == DType::kF8E4M3 ? 1.75 : 1);
+  return {3e-6, 1950, 790, 64, rate, shifted ? 24.4 : 6, 1};
 }
 
 // Seconds, as predicted from the description of the GPU.
 double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gpu) {
+  if (i.few_rows) {
+    constexpr double kLaunch = 365, kScaling = 0.21;  // cycles, in all and for each output and block
+    double const tiles = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch;
+    double const steps = double(ceil_div(p.k, i.tile_k));
+    double const scaling = kScaling * (i.zero_points ? 1.3 : 1) * i.tile_m * i.tile_n * p.groups();
+    return (kLaunch + i.few_rows->of(tiles, steps, scaling, i.blocks_per_sm, gpu.sm_count)) / gpu.clock;
+  }
   constexpr double kFloats = 128;  // operations on outputs that an SM starts in a cycle
   Costs const costs = costs_of(i, gpu);
   int64_t tiles_m = ceil_div(p.m, i.tile_m), tiles_n = ceil_div(p.n, i.tile_n);
@@ -115,8 +131,10 @@ std::string describe_block_quantized_mm(int instance) {
   Instance const& i = instances().at(instance);
   std::string const tile = std::to_string(i.tile_m) + "x" + std::to_string(i.tile_n);
   std::string const cluster = i.share > 1 ? " cluster " + std::to_string(i.share) : "";
-  return (i.wgmma ? "sm90 wgmma " + tile + "x128" + cluster : "sm80 multistage " + tile + "x64") + " " +
-         dtype_name(i.in) + (i.shared_b ? " of 128 rows" : "") +
+  std::string const kind = i.few_rows ? "sm80 few rows " + tile + "x" + std::to_string(i.tile_k)
+                           : i.wgmma  ? "sm90 wgmma " + tile + "x128" + cluster
+                                      : "sm80 multistage " + tile + "x64";
+  return kind + " " + dtype_name(i.in) + (i.shared_b ? " of 128 rows" : "") +
          (i.longest == 32 ? " scaled each 32" : " scaled by block") + (i.zero_points ? " zero points" : "");
 }
 

@@ -128,12 +128,14 @@ __device__ void copy_terms(ParamsSm90 const& p, int thread, int l, int first_dow
     if (line >= C::kLines) break;
     bool const is_down = line < C::kDown;
     ParamsSm90::Side const& side = is_down ? p.down : p.across;
-    int const row = min(is_down ? first_down + line : first_across + line - C::kDown, side.rows - 1);
+    int const row = is_down ? first_down + line : first_across + line - C::kDown;
+    // Zeros beyond the last row, whose terms would be asked for by many threads at once, at one place of L2.
+    bool const is_there = row < side.rows;
     int const there = p.groups - slot * kBlocksOfSlot;
     auto const copy = [&](int v, InBlocks::Vector const& vector) {
       uint32_t const four = cute::cast_smem_ptr_to_uint(&to[v][line][0]);
       auto const* const data = reinterpret_cast<uint8_t const*>(vector.at(l, row, p.groups) + slot * kBlocksOfSlot);
-      bool const has_data = vector.data != nullptr;
+      bool const has_data = is_there && vector.data != nullptr;
       if (p.fours) return copy_async<16>(four, data, has_data);
 #pragma unroll
       for (int j = 0; j < kBlocksOfSlot; ++j) copy_async<4>(four + 4 * j, data + 4 * j, has_data && j < there);

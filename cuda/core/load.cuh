@@ -18,4 +18,14 @@ __device__ inline uint4 load_once(void const* p) {
   return v;
 }
 
+// Eight bytes.
+template <bool kOnce>
+__device__ void load_two(uint32_t* to, void const* p) {
+  if constexpr (kOnce) {
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(p));
+  } else {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(p));
+  }
+}
+
 }  // namespace jax_qmm

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <utility>
 
+#include "core/few_rows.h"
 #include "core/prepared_kernels.h"
 #include "expanded_mm/instances.h"
 
@@ -49,12 +50,8 @@ double measured_cycles(Instance const& i, ExpandedMm const& p, Gpu const& gpu) {
     double const waves = std::ceil(tiles * i.parts / gpu.sm_count);
     return 17500 + waves * (i.tile_cycles + (i.parts > 1 ? 5000 : 0) + steps * i.step_cycles);
   }
-  auto const wave = [&](double blocks_of_sm) {
-    return i.tile_cycles + steps * std::cbrt(std::pow(i.step_cycles, 3) + std::pow(blocks_of_sm * i.busy_cycles, 3));
-  };
-  double const slots = double(gpu.sm_count) * i.blocks_per_sm, full = std::floor(tiles / slots),
-               rest = tiles - full * slots;
-  return 11400 + full * wave(i.blocks_per_sm) + (rest > 0 ? wave(std::ceil(rest / gpu.sm_count)) : 0);
+  FewRowsCycles const cycles{i.tile_cycles, i.step_cycles, i.busy_cycles};
+  return 11400 + cycles.of(tiles, steps, 0, i.blocks_per_sm, gpu.sm_count);
 }
 
 // Seconds, as predicted from the description of the GPU. The constants are those of convolutions, which have the same

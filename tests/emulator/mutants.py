@@ -54,9 +54,14 @@ TESTS = {
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-140-1416-320-none-float8_e4m3fn-4]"),
     ],
     "blocks by wgmma": [
-        BOTH_SIDES.format("test_wgmma[195-260-1168-64-128x128x128 cluster 2]"),
-        BOTH_SIDES.format("test_wgmma[35-9-1424-128-16x64x128]"),
-        BOTH_SIDES.format("test_wgmma_of_batches_bias_and_activation[128x128x128]"),
+        BOTH_SIDES.format("test_several_tiles_of_wgmma[128x128x128 cluster 2]"),
+        BOTH_SIDES.format("test_rows_of_whole_sixteens[wgmma 16x64x128-35-9-1424-128]"),
+        BOTH_SIDES.format("test_batches_bias_and_activation_of_whole_sixteens[wgmma 128x128x128]"),
+    ],
+    "blocks of few rows": [
+        BOTH_SIDES.format("test_rows_of_whole_sixteens[few rows 8x16x512-5-33-4176-64]"),
+        BOTH_SIDES.format("test_rows_of_whole_sixteens[few rows 16x32x1024-19-70-304-64]"),
+        BOTH_SIDES.format("test_zero_points_of_whole_sixteens[few rows 8x32x2048-int-float32-256]"),
     ],
     "quantize": [*(ROWS.format(cols) for cols in (100, 1000, 4096, 8200)), SUMS],
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
@@ -118,7 +123,7 @@ ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cuh"
 EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
 FP8_WEIGHTS = "block_scaled_mm/dequantize_fp8.cuh"
 EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
-WGMMA_OF_BLOCKS = "block_quantized_mm/wgmma_sm90.cuh"
+WGMMA_OF_BLOCKS, FEW_ROWS_OF_BLOCKS = (f"block_quantized_mm/{name}.cuh" for name in ("wgmma_sm90", "few_rows"))
 BLOCK_SCALED, BLOCK_STEP, BLOCK_SOURCES, DEQUANTIZE, DIRECT = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "step", "sources", "dequantize", "direct")
 )
@@ -452,6 +457,31 @@ MUTANTS = [
         "one tile: no fence of the mbarriers' initialization", ONE_TILE, "      cutlass::arch::fence_barrier_init();\n"
     ),
     Mutant("one tile: no fence of wgmma", ONE_TILE, "      warpgroup_arrive();\n"),
+    Mutant(
+        "blocks of few rows: rows beyond N",
+        FEW_ROWS_OF_BLOCKS,
+        "min(first_n + 8 * i + group, p.n - 1)",
+        "first_n + 8 * i + group",
+    ),
+    Mutant("blocks of few rows: columns beyond K", FEW_ROWS_OF_BLOCKS, "if (column >= k) {", "if (false) {"),
+    Mutant(
+        "blocks of few rows: terms are not waited for",
+        FEW_ROWS_OF_BLOCKS,
+        "    wait_for_copies<0>();\n    __syncthreads();\n",
+        "    __syncthreads();\n",
+    ),
+    Mutant(
+        "blocks of few rows: scaled before all sums are there",
+        FEW_ROWS_OF_BLOCKS,
+        "    wait_for_copies<0>();\n    __syncthreads();\n",
+        "    wait_for_copies<0>();\n",
+    ),
+    Mutant(
+        "blocks of few rows: the next sums come before all are scaled",
+        FEW_ROWS_OF_BLOCKS,
+        "    });\n    __syncthreads();\n",
+        "    });\n",
+    ),
     Mutant(
         "expanded: rows beyond N", EXPANSION, "min(first_n_ + i * kRowsAtOnce, n_ - 1)", "first_n_ + i * kRowsAtOnce"
     ),

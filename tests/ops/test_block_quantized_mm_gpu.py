@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 F32, BF16, F16, F8 = np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
 TILES = ("multistage 16x64x", "multistage 64x64x", "multistage 128x128x")
 WGMMA = ("16x64x128", "32x64x128", "64x64x128", "128x128x128", "128x128x128 cluster 2")
+FEW_ROWS = ("8x16x512", "8x16x1024", "8x32x1024", "8x32x2048", "16x32x1024")
 
 
 def qarray(rows, k, block, zero_point=None, dtype=np.int8, seed=0):
@@ -40,6 +41,14 @@ def qarray(rows, k, block, zero_point=None, dtype=np.int8, seed=0):
 def tile(request, only):
     """Has every product take a kernel of this tile."""
     return only(request.param)
+
+
+@pytest.fixture(params=[f"wgmma {tile}" for tile in WGMMA] + [f"few rows {tile}" for tile in FEW_ROWS])
+def aligned(request):
+    """The words of a kernel for rows of whole 16 bytes and blocks of 64 columns and more."""
+    if request.param.startswith("wgmma"):
+        request.getfixturevalue("has_wgmma")
+    return request.param
 
 
 @pytest.fixture
@@ -65,53 +74,60 @@ def test_blocks_and_zero_points(on_reference, tile, block, zero_a, zero_b):
         check(on_reference, tile, qarray((19,), k, block, zero_a), qarray((70,), k, block, zero_b, seed=1))
 
 
-# On Hopper: K is a multiple of 16 and ends within a stage. There are four blocks whose terms are loaded at once, and
-# others; and more stages than there is room for.
+# K is a multiple of 16 and ends within a stage. There are four blocks whose terms wgmma kernels load at once, and
+# others; more stages than there is room for; and more blocks than kernels for few rows scale at once.
 
 
-@pytest.mark.usefixtures("has_wgmma")
-@pytest.mark.parametrize("wgmma", WGMMA)
 @pytest.mark.parametrize(
-    "m, n, k, block",
-    [(1, 8, 128, 128), (19, 70, 304, 64), (70, 65, 640, 256), (195, 260, 1168, 64), (35, 9, 1424, 128)],
+    "m, n, k, block", [(1, 8, 128, 128), (19, 70, 304, 64), (60, 65, 640, 256), (35, 9, 1424, 128), (5, 33, 4176, 64)]
 )
-def test_wgmma(on_reference, only, wgmma, m, n, k, block):
-    check(on_reference, only(f"wgmma {wgmma} int8"), qarray((m,), k, block), qarray((n,), k, block, seed=1))
+def test_rows_of_whole_sixteens(on_reference, only, aligned, m, n, k, block):
+    check(on_reference, only(f"{aligned} int8"), qarray((m,), k, block), qarray((n,), k, block, seed=1))
 
 
 @pytest.mark.usefixtures("has_wgmma")
 @pytest.mark.parametrize("wgmma", WGMMA)
+def test_several_tiles_of_wgmma(on_reference, only, wgmma):
+    check(on_reference, only(f"wgmma {wgmma} int8"), qarray((195,), 1168, 64), qarray((260,), 1168, 64, seed=1))
+
+
 @pytest.mark.parametrize("block", [64, 128, 256])
 @pytest.mark.parametrize("zero_a, zero_b", [("int", None), (None, "int"), ("int", F32)])
-def test_wgmma_of_zero_points(on_reference, only, wgmma, block, zero_a, zero_b):
+def test_zero_points_of_whole_sixteens(on_reference, only, aligned, block, zero_a, zero_b):
     for k in (4 * block - 16, 304):
         check(
             on_reference,
-            only(f"wgmma {wgmma} int8"),
+            only(f"{aligned} int8"),
             qarray((19,), k, block, zero_a),
             qarray((70,), k, block, zero_b, seed=1),
         )
 
 
-@pytest.mark.usefixtures("has_wgmma")
-@pytest.mark.parametrize("wgmma", WGMMA)
-def test_wgmma_of_batches_bias_and_activation(on_reference, only, wgmma):
+def test_batches_bias_and_activation_of_whole_sixteens(on_reference, only, aligned):
     bias = jnp.linspace(-1, 1, 40)
     for x, w, out_dtype in (((3, 5), (40,), BF16), ((5,), (3, 40), F32), ((3, 5), (3, 40), F16)):
         x, w = qarray(x, 272, 128), qarray(w, 272, 128, seed=1)
         product = functools.partial(jax_qmm.block_scaled_mm, bias=bias, activation="relu", out_dtype=out_dtype)
         f = jax.vmap(lambda x, w, product=product: product(x, w), [0 if len(q.shape) == 3 else None for q in (x, w)])
-        only(f"wgmma {wgmma} int8")
+        only(f"{aligned} int8")
         np.testing.assert_array_equal(jax.device_get(jax.jit(f)(x, w)), jax.device_get(on_reference(f, x, w)))
 
 
-@pytest.mark.usefixtures("has_wgmma")
-@pytest.mark.parametrize("wgmma", WGMMA)
 @pytest.mark.parametrize("block", [64, 128, 256])
-def test_wgmma_of_float8(only, wgmma, block):
+def test_float8_of_whole_sixteens(only, aligned, block):
     check_float8(
-        only(f"wgmma {wgmma} float8"), qarray((19,), 784, block, dtype=F8), qarray((70,), 784, block, dtype=F8, seed=1)
+        only(f"{aligned} float8"), qarray((19,), 784, block, dtype=F8), qarray((70,), 784, block, dtype=F8, seed=1)
     )
+
+
+@pytest.mark.parametrize("zero_a, zero_b", [(None, None), ("int", F32)])
+@pytest.mark.parametrize("m, n, k", [(1, 8, 32), (9, 70, 304), (5, 33, 1168)])
+def test_few_rows_in_blocks_of_32(on_reference, only, m, n, k, zero_a, zero_b):
+    x, w = qarray((m,), k, 32, zero_a), qarray((n,), k, 32, zero_b, seed=1)
+    check(on_reference, only("few rows 8x32x1024 int8 scaled each 32"), x, w)
+    if zero_a is None:
+        x, w = qarray((m,), k, 32, dtype=F8), qarray((n,), k, 32, dtype=F8, seed=1)
+        check_float8(only("few rows 8x32x1024 float8_e4m3fn scaled each 32"), x, w)
 
 
 def sharing(n, k, block, dtype, seed=1):
@@ -125,10 +141,8 @@ def test_rows_of_w_that_share_scales(on_reference, tile, block):
     check(on_reference, tile, qarray((19,), 304, block), sharing(256, 304, block, np.int8))
 
 
-@pytest.mark.usefixtures("has_wgmma")
-@pytest.mark.parametrize("wgmma", WGMMA)
-def test_wgmma_of_rows_of_w_that_share_scales(on_reference, only, wgmma):
-    check(on_reference, only(f"wgmma {wgmma} int8"), qarray((19,), 304, 64), sharing(256, 304, 64, np.int8))
+def test_rows_of_w_that_share_scales_of_whole_sixteens(on_reference, only, aligned):
+    check(on_reference, only(f"{aligned} int8"), qarray((19,), 304, 64), sharing(256, 304, 64, np.int8))
 
 
 @pytest.mark.usefixtures("has_wgmma")
@@ -180,10 +194,8 @@ def test_extremes(tile, block):
     check_extremes(tile, block)
 
 
-@pytest.mark.usefixtures("has_wgmma")
-@pytest.mark.parametrize("wgmma", WGMMA)
-def test_extremes_of_wgmma(only, wgmma):
-    check_extremes(only(f"wgmma {wgmma} int8"), 256)
+def test_extremes_of_whole_sixteens(only, aligned):
+    check_extremes(only(f"{aligned} int8"), 256)
 
 
 def check_extremes(words, block):
@@ -216,7 +228,9 @@ def test_batches(on_reference, axes):
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf])
-def test_specials_stay_in_their_row(on_reference, tile, special):
+@pytest.mark.parametrize("words", [*TILES, "few rows 8x32x1024", "few rows 16x32x1024"])
+def test_specials_stay_in_their_row(only, words, special):
+    only(words)
     x, w = qarray((20,), 160, 64), qarray((40,), 160, 64, seed=1)
     broken = QArray(x.qvalue, x.scale.at[4, 1].set(special), tile_size=64)
     got, clean = (np.asarray(jax.jit(jax_qmm.block_scaled_mm)(q, w)) for q in (broken, x))
