@@ -88,9 +88,13 @@ __device__ void copy_terms(Params const& p, typename C::Shared& shared, int l, i
     if (first + block >= p.groups || row >= (of_a ? p.m : p.n)) continue;
     InBlocks const& side = of_a ? p.of_a : p.of_b;
     auto const copy = [&](int vector, InBlocks::Vector const& from) {
+      float& to = shared.terms[vector][block][line];
+      if (from.data == nullptr) {
+        to = 0;
+        return;
+      }
       auto const* const data = reinterpret_cast<uint8_t const*>(from.at(l, row, p.groups) + first + block);
-      uint32_t const to = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.terms[vector][block][line]));
-      copy_async<4>(to, data, from.data != nullptr);
+      copy_async<4>(static_cast<uint32_t>(__cvta_generic_to_shared(&to)), data, true);
     };
     copy(0, side.scale);
     if constexpr (C::kZeroPoints) {
