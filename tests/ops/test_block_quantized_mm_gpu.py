@@ -44,10 +44,12 @@ def tile(request, only):
 
 
 @pytest.fixture(params=[f"wgmma {tile}" for tile in WGMMA] + [f"few rows {tile}" for tile in FEW_ROWS])
-def aligned(request):
+def aligned(request, gpu):
     """The words of a kernel for rows of whole 16 bytes and blocks of 64 columns and more."""
     if request.param.startswith("wgmma"):
         request.getfixturevalue("has_wgmma")
+    if request.param == "few rows 8x32x2048" and gpu.shared_memory < 107 << 10:
+        pytest.skip("with zero points it needs more shared memory than the GPU has")
     return request.param
 
 
