@@ -14,6 +14,7 @@
 #include "core/mma.cuh"
 #include "core/prepare.h"
 #include "scaled_mm/epilogue.cuh"
+#include "scaled_mm/write_one.cuh"
 
 namespace jax_qmm::block_quantized::few_rows {
 
@@ -195,12 +196,8 @@ __global__ void __launch_bounds__(C::kThreads) few_rows_kernel(Params p) {
 #pragma unroll
         for (int j = 0; j < C::kEach; ++j) {
           auto const of_b = [&](int v) { return shared.terms[v][block][C::kTileM + n + j]; };
-          float t = Sum<typename C::Accumulator>::value(shared.sums[block][m][n + j]);
-          if constexpr (C::kZeroPoints) {
-            t = fmaf(-of_a(1), of_b(2), t);
-            t = fmaf(-of_b(1), of_a(2), t);
-          }
-          outputs[j] = fmaf(of_a(0), of_b(0) * t, outputs[j]);
+          float const sum = Sum<typename C::Accumulator>::value(shared.sums[block][m][n + j]);
+          outputs[j] = add_scaled<C::kZeroPoints>(outputs[j], sum, of_a, of_b);
         }
       }
     });
@@ -215,12 +212,7 @@ __global__ void __launch_bounds__(C::kThreads) few_rows_kernel(Params p) {
       int const n = first_n + of_tile_n + j;
       if (n >= p.n) break;
       float const value = scale(outputs[j], p.epilogue.load(l, m, n));
-      int64_t const at = l * p.out_batch_stride + int64_t(m) * p.n + n;
-      if (bytes_of(output.dtype) == 2) {
-        static_cast<uint16_t*>(p.out)[at] = output.round_one<uint16_t>(value, outputs[j]);
-      } else {
-        static_cast<uint32_t*>(p.out)[at] = output.round_one<uint32_t>(value, outputs[j]);
-      }
+      write_one(output, p.out, l * p.out_batch_stride + int64_t(m) * p.n + n, value, outputs[j]);
     }
   });
 }

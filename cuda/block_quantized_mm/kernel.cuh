@@ -110,12 +110,8 @@ __device__ void add_block(float (&total)[C::kFragmentsM][C::kFragmentsN][4],
       for (int c = 0; c < 4; ++c) {
         auto const of_row = [&](int v) { return rows[v * C::kLines + 16 * i + c / 2 * 8]; };
         auto const of_column = [&](int v) { return c % 2 == 0 ? column[v].x : column[v].y; };
-        float t = Sum<typename C::Accumulator>::value(acc[i][j][c]);
-        if constexpr (C::kZeroPoints) {
-          t = fmaf(-of_row(1), of_column(2), t);
-          t = fmaf(-of_column(1), of_row(2), t);
-        }
-        total[i][j][c] = fmaf(of_row(0), of_column(0) * t, total[i][j][c]);
+        float const sum = Sum<typename C::Accumulator>::value(acc[i][j][c]);
+        total[i][j][c] = add_scaled<C::kZeroPoints>(total[i][j][c], sum, of_row, of_column);
       }
     }
   }

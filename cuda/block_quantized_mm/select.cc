@@ -60,7 +60,7 @@ struct Costs {
   double l2 = 30;         // bytes of L2 that an SM gets in a cycle
 };
 
-// Fitted to 3095 times on an H200, of one to 4096 rows by 11 weights: tests/benchmarks/test_block_quantized_mm.py has
+// Fitted to 2843 times on an H200, of one to 4096 rows by 11 weights: tests/benchmarks/test_block_quantized_mm.py has
 // how near the choices are. Whether older GPUs are like that is not measured.
 Costs costs_of(Instance const& i, Gpu const& gpu) {
   bool const shifted = i.zero_points;

@@ -1,4 +1,4 @@
-// The sums of a block, as tensor cores have them.
+// The sums of a block, as tensor cores have them, and what they add to an output.
 #pragma once
 
 #include "block_quantized_mm/block_quantized_mm.h"
@@ -20,5 +20,16 @@ struct Sum<float> {
   static constexpr float kStart = 0;
   __device__ static float value(float sum) { return sum; }
 };
+
+// The total of the blocks before, and of one more. `of_a` and `of_b` give what a row of a side has of the block: its
+// scale, zero point and sum. One code for all kernels, whose results are the same bits.
+template <bool kZeroPoints, class OfA, class OfB>
+__device__ float add_scaled(float total, float sum, OfA const& of_a, OfB const& of_b) {
+  if constexpr (kZeroPoints) {
+    sum = fmaf(-of_a(1), of_b(2), sum);
+    sum = fmaf(-of_b(1), of_a(2), sum);
+  }
+  return fmaf(of_a(0), of_b(0) * sum, total);
+}
 
 }  // namespace jax_qmm::block_quantized

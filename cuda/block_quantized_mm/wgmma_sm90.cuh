@@ -25,6 +25,7 @@
 #include <algorithm>
 
 #include "block_quantized_mm/instances.h"
+#include "block_quantized_mm/sum.cuh"
 #include "core/async_copy.cuh"
 #include "core/launch.cuh"
 #include "core/prepare.h"
@@ -313,12 +314,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       for (int c = 0; c < 4; ++c) {
         auto const a = [&](int v) { return of_a[v][c % 2]; };
         auto const b = [&](int v) { return of_b[v][c / 2]; };
-        float t = float(of_block[4 * j + c]);
-        if constexpr (C::kZeroPoints) {
-          t = fmaf(-a(1), b(2), t);
-          t = fmaf(-b(1), a(2), t);
-        }
-        total[4 * j + c] = fmaf(a(0), b(0) * t, total[4 * j + c]);
+        total[4 * j + c] = add_scaled<C::kZeroPoints>(total[4 * j + c], float(of_block[4 * j + c]), a, b);
       }
     }
   };

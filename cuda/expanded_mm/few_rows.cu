@@ -12,6 +12,7 @@
 #include "expanded_mm/expansion.cuh"
 #include "expanded_mm/instances.h"
 #include "scaled_mm/epilogue.cuh"
+#include "scaled_mm/write_one.cuh"
 
 namespace jax_qmm::expanded {
 namespace {
@@ -40,13 +41,7 @@ struct Row {
 
 __device__ void write(Params const& p, int l, int m, int n, int32_t sum) {
   float const value = scale(sum, p.epilogue.load(l, m, n));
-  PlainOutput const output = p.epilogue.output.at(l);
-  int64_t const at = l * p.out_batch_stride + int64_t(m) * p.n + n;
-  if (bytes_of(output.dtype) == 2) {
-    static_cast<uint16_t*>(p.out)[at] = output.round_one<uint16_t>(value, sum);
-  } else {
-    static_cast<uint32_t*>(p.out)[at] = output.round_one<uint32_t>(value, sum);
-  }
+  write_one(p.epilogue.output.at(l), p.out, l * p.out_batch_stride + int64_t(m) * p.n + n, value, sum);
 }
 
 // kEights: how often 8 rows of x. kTiles: how often 16 rows of w.
