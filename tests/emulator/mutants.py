@@ -320,12 +320,17 @@ MUTANTS = [
         "conv by wgmma: columns of the next group", WINDOWS, "end_n = (group + 1) * p.columns_of_group", "end_n = p.n"
     ),
     Mutant("conv by wgmma: channels of another group", WINDOWS, "group * p.channels + chunk", "chunk"),
-    Mutant("conv by wgmma: every part of K has its beginning", WINDOWS, "begin = steps * part / parts", "begin = 0"),
+    Mutant(
+        "conv by wgmma: every part of K has its beginning",
+        WINDOWS,
+        "begin = steps * parts.own / parts.count",
+        "begin = 0",
+    ),
     Mutant(
         "conv by wgmma: a stage released while it is multiplied", WINDOWS, "shared.empty[before]", "shared.empty[stage]"
     ),
     Mutant("conv by wgmma: shared weights of the first rows", WINDOWS, "first_n + first_b, entry", "first_n, entry"),
-    Mutant("conv by wgmma: sums of one part", WRITE_ROWS, "part < parts; ++part", "part < 1; ++part"),
+    Mutant("conv by wgmma: sums of one part", WRITE_ROWS, "part < parts.count; ++part", "part < 1; ++part"),
     Mutant(
         "blocks by wgmma: no wait for loads",
         WGMMA_OF_BLOCKS,
@@ -361,8 +366,8 @@ MUTANTS = [
     Mutant(
         "blocks by wgmma: terms of rows beyond the last",
         WGMMA_OF_BLOCKS,
-        "first_across + line - C::kDown, side.rows - 1);",
-        "first_across + line - C::kDown, 1 << 30);",
+        "is_there = row < side.rows;",
+        "is_there = true;",
     ),
     Mutant(
         "blocks by wgmma: too few bytes are expected",
