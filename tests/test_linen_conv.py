@@ -34,16 +34,17 @@ def test_a_layer_is_the_convolution_of_its_qarray(scheme, options, use_bias):
     layer = nn.Conv(8, (3, 2), use_bias=use_bias, **RANDOM, **options)
     _, run, params, report = quantized(layer, scheme, x, example=x)
     assert (report.rows[0].op, report.rows[0].scheme) == ("Conv", str(scheme))
-    want = lambda: jax_qmm.conv_general_dilated(
+    w = scheme.quantize_weight(params["kernel"], (0, 1, 2))
+    want = lambda x: jax_qmm.conv_general_dilated(
         x,
-        scheme.quantize_weight(params["kernel"], (0, 1, 2)),
+        w,
         *((options.get("strides", 1),) * 2, "SAME", None, options.get("kernel_dilation")),
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         feature_group_count=options.get("feature_group_count", 1),
         scheme=scheme,
         bias=params["bias"] if use_bias else None,
     )
-    np.testing.assert_array_equal(jax.jit(run)(x), jax.jit(want)())
+    np.testing.assert_array_equal(jax.jit(run)(x), jax.jit(want)(x))
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID", "CIRCULAR", "REFLECT", "CAUSAL", ((2, 1),)])
