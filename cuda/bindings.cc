@@ -242,22 +242,25 @@ void bind_block_scaled_mm(nb::module_& m) {
 void bind_block_quantized_mm(nb::module_& m) {
   nb::class_<BlockQuantizedMm>(m, "BlockQuantizedMmProblem", "A product, and the kernel that can compute it.")
       .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int block,
-                       bool zero_points, bool shared_b) {
+                       bool zero_points, bool shared_b, std::optional<std::string> const& a, bool symmetric) {
              BlockQuantizedMm problem{};
              problem.m = m;
              problem.n = n;
              problem.k = k;
              problem.batch = batch;
              problem.in = dtype(in);
+             problem.a_dtype = a ? dtype(*a) : problem.in;
+             problem.symmetric = symmetric;
              problem.out_dtype = dtype(out);
              problem.block = block;
              static float const somewhere = 0;  // any address: nobody reads there
-             if (zero_points) problem.of_a.zero_point.data = &somewhere;
+             if (zero_points) problem.of_b.zero_point.data = &somewhere;
              if (shared_b) problem.of_b.scale.shift = problem.kLog2Shared;
              return problem;
            }),
            nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
-           nb::arg("block"), nb::arg("zero_points"), nb::arg("shared_b") = false,
+           nb::arg("block"), nb::arg("zero_points"), nb::arg("shared_b") = false, nb::arg("a_dtype") = nb::none(),
+           nb::arg("symmetric") = true,
            "With zero points of one side or both; whether 128 rows of b share their scales.")
       .def(
           "select",
@@ -276,7 +279,9 @@ void bind_block_quantized_mm(nb::module_& m) {
             }
             return found;
           },
-          nb::arg("gpu"), "All kernels that serve it, in words.");
+          nb::arg("gpu"), "All kernels that serve it, in words.")
+      .def("quantizes_in_product", quantizes_in_product, nb::arg("gpu"),
+           "Of a float a_dtype, whether one kernel is predicted to be faster than a quantizer and a product.");
   m.def("restrict_block_quantized_mm", restrict_block_quantized_mm, nb::arg("words"),
         "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
 }

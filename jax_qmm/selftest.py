@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import jax_qmm
 from jax_qmm import _extension
-from jax_qmm.ops import conv
+from jax_qmm.ops import block_quantized_mm, conv
 from jax_qmm.ops.conv_form import Window
 from jax_qmm.ops.expanded_mm import expanded_mm
 from jax_qmm.reference import (
@@ -68,6 +68,9 @@ BLOCK_KINDS = (
     *(("float8_e4m3fn", 128, False, shared) for shared in (1, 128)),
 )
 BLOCK_N, BLOCK_K, BLOCK_ROWS = 264, 1168, (7, 133)
+# Where few rows of a are float still: dtype, block, whether they are quantized symmetrically.
+FLOAT_KINDS = (("int8", 32, True), ("int8", 64, True), ("int8", 128, False), ("float8_e4m3fn", 128, True))
+FLOAT_ROWS = 11
 
 # Convolutions: channels of a group, groups, output channels. Copies are of 16, 8 and 4 bytes; the last are depthwise.
 CONVOLUTIONS = ((16, 1, 133), (24, 1, 72), (20, 3, 15), (3, 1, 64), (1, 144, 144), (1, 20, 20))
@@ -293,6 +296,31 @@ def check_block_quantized_mm(kernels, gpu, dtype: str, block: int, zero_points: 
             yield Result(op, _extension.as_compiled(kernels, words, gpu), shape, wrong)
 
 
+def check_quantizing_mm(kernels, gpu, a_dtype: str, kind: tuple[str, int, bool]) -> Iterator[Result]:
+    """Runs every kernel that quantizes rows on the way; the tolerance is that of `check_block_quantized_mm`."""
+    (dtype, block, symmetric), m, n, k = kind, FLOAT_ROWS, BLOCK_N, BLOCK_K
+    rng, of_k = np.random.default_rng(block), -(-BLOCK_K // block)
+    a = rng.standard_normal((m, k), np.float32).astype(jnp.dtype(a_dtype))
+    b = (30 * rng.standard_normal((n, k), np.float32)).astype(jnp.dtype(dtype))
+    scale = rng.uniform(-2, 2, (n, of_k)).astype("f")
+    w, scheme = jax_qmm.QArray(b, scale, tile_size=block), jax_qmm.W8A8(dtype, tile_size=block, symmetric=symmetric)
+    with jax.default_device(jax.devices("cpu")[0]):
+        static: Any = {"names": ("scale_b",), "num_batch": 0, "block": block, "shared_b": 1, "symmetric": symmetric}
+        static |= {"activation": activations.NONE, "out_dtype": jnp.float32}
+        want = np.asarray(jax.jit(functools.partial(block_quantized_mm.OP.reference, **static))(a, b, scale))
+    tolerance = 0.0
+    if dtype != "int8":  # a quantized value is off by a 16th of itself at most
+        size = 17 / 16 * np.abs(a.astype("f")) @ (np.abs(b.astype("f")) * np.repeat(np.abs(scale), block, 1)[:, :k]).T
+        tolerance = (FP8_TOLERANCE + (of_k + 2) * 2.0**-24) * size
+    problem = (m, n, k, 1, dtype, "float32", block, not symmetric, False, a_dtype, symmetric)
+    choices = kernels.BlockQuantizedMmProblem(*problem).choices(gpu)
+    run = jax.jit(lambda a, w: jax_qmm.matmul(a, w.T, scheme=scheme, preferred_element_type=jnp.float32))
+    for words, out in _by_each(kernels.restrict_block_quantized_mm, choices, lambda: run(a, w)):
+        op = f"blocks on both sides, {a_dtype} quantized to {dtype}" + ("" if symmetric else ", zero points")
+        wrong = int((~(np.abs(out - want) <= tolerance)).sum())
+        yield Result(op, _extension.as_compiled(kernels, words, gpu), f"M {m}, N {n}, K {k}, blocks of {block}", wrong)
+
+
 def check_weight_only_conv(kernels, gpu, dtype: str, bits: int, zero_dtype: str | None) -> Iterator[Result]:
     """Runs every kernel that serves such a convolution; the tolerance is that of `check_block_scaled_mm`."""
     rng = np.random.default_rng(bits)
@@ -430,6 +458,9 @@ def run(kernels, gpu) -> tuple[list[Result], list[str]]:
     for kind in BLOCK_KINDS:
         check = functools.partial(check_block_quantized_mm, kernels, gpu, *kind)
         programs[f"blocks on both sides {' '.join(map(str, kind))}"] = check
+    for dtype, kind in itertools.product(FLOATS, FLOAT_KINDS):
+        check = functools.partial(check_quantizing_mm, kernels, gpu, dtype, kind)
+        programs[f"blocks on both sides, {dtype} quantized to {' '.join(map(str, kind))}"] = check
     for m in EXPANDED_ROWS:
         programs[f"expanded_mm {m}"] = functools.partial(check_expanded_mm, kernels, gpu, m)
     for sizes in CONVOLUTIONS:

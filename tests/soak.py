@@ -10,6 +10,7 @@ It prints how many calls of each kind there were, and ends with code 1 at the fi
 import argparse
 import collections
 import concurrent.futures
+import functools
 import math
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_qmm
-from jax_qmm.ops import checks
+from jax_qmm.ops import block_quantized_mm, checks
 from jax_qmm.reference import activation as activations, block_quantized_mm as blocks, scaled_mm as reference
 from jax_qmm.reference.quantize import quantize_dynamic, quantize_static, sums as sums_of
 from jax_qmm.selftest import FP8_TOLERANCE
@@ -349,7 +350,43 @@ def check_blocks(rng, cpu):
     return kind, f"{kind}, {shapes}, blocks of {block}: {wrong.sum()} of {wrong.size} wrong" if wrong.any() else ""
 
 
-CHECKS = (check_product, check_product, check_weights, check_quantize, check_convolution, check_blocks)
+def check_blocks_of_floats(rng, cpu):
+    """Compares a product of few rows that are float still; as `check_blocks` otherwise."""
+    block = int(rng.choice([32, 64, 128, 256]))
+    m, n, k = 1 + size(rng, 15), size(rng, 1024), block + 1 + size(rng, 4096)
+    dtype, out = str(rng.choice(["int8", "float8_e4m3fn"])), str(rng.choice(["bfloat16", "float16", "float32"]))
+    x = (rng.normal(0.3, 1, (m, k)) * 10 ** rng.uniform(-3, 3)).astype(jnp.dtype(str(rng.choice(OUT_DTYPES[:3]))))
+    q = rng.integers(-128, 128, (n, k), np.int8) if dtype == "int8" else rng.normal(0, 50, (n, k))
+    groups = (n, -(-k // block))
+    leaves = {"scale_b": (rng.uniform(-2, 2, groups) / math.sqrt(k) / 5000).astype("f")}
+    if dtype == "int8" and rng.random() < 0.5:
+        leaves["zero_point_b"] = rng.integers(-128, 128, groups, np.int32)
+    w = jax_qmm.QArray(q.astype(jnp.dtype(dtype)), leaves["scale_b"], leaves.get("zero_point_b"), tile_size=block)
+    scheme = jax_qmm.W8A8(dtype, tile_size=block, symmetric=dtype != "int8" or bool(rng.random() < 0.5))
+    product = jax.jit(lambda x, w: jax_qmm.matmul(x, w.T, scheme=scheme, preferred_element_type=jnp.dtype(out)))
+    got, kind = np.asarray(product(x, w)), f"{x.dtype} quantized to {dtype} blocks, to {out}"
+    with jax.default_device(cpu):
+        by_reference = functools.partial(
+            block_quantized_mm.OP.reference,
+            **{"names": tuple(leaves), "num_batch": 0, "block": block, "shared_b": 1, "symmetric": scheme.symmetric},
+            **{"activation": activations.NONE, "out_dtype": jnp.dtype(out)},
+        )
+        want = np.asarray(jax.jit(by_reference)(x, w.qvalue, *leaves.values()), "f")
+    off = 0.0
+    if dtype != "int8":
+        spread = np.repeat(np.abs(leaves["scale_b"].astype("d")), block, 1)[:, :k]
+        # A quantized x is off by a 16th of itself at most.
+        off = 2.0**-10 * 17 / 16 * (np.abs(x.astype("d")) @ (np.abs(w.qvalue.astype("d")) * spread).T)
+        off += float(jnp.finfo(out).eps) * (np.abs(want) + off) + float(jnp.finfo(out).tiny)
+    wrong = ~(np.abs(got.astype("d") - want) <= off)
+    case = f"{x.shape} x {q.shape}, blocks of {block}, {scheme}, {[*leaves]}"
+    return kind, f"{kind}, {case}: {wrong.sum()} of {wrong.size} wrong" if wrong.any() else ""
+
+
+CHECKS = (
+    *(check_product, check_product, check_weights, check_quantize, check_convolution, check_blocks),
+    check_blocks_of_floats,
+)
 
 
 def soak(seed, seconds):

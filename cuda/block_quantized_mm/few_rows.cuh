@@ -2,11 +2,15 @@
 // the tensor cores, and 8 or 16 of a; its warps take turns at K. Sums of a block of columns are whole in one warp,
 // which leaves them in shared memory. After some turns all threads scale what is there, for each output block after
 // block: so results are those of other kernels, bit for bit, though many warps share K.
+//
+// Of a in floats, each block of threads quantizes the columns of these turns first, into shared memory, while rows of b
+// are on their way to L2.
 #pragma once
 
 #include <type_traits>
 
 #include "block_quantized_mm/instances.h"
+#include "block_quantized_mm/quantize_rows.cuh"
 #include "block_quantized_mm/sum.cuh"
 #include "core/async_copy.cuh"
 #include "core/launch.cuh"
@@ -21,32 +25,43 @@ namespace jax_qmm::block_quantized::few_rows {
 constexpr int kTurn = 128;  // columns that a warp multiplies at a time, a part of a block or some of them
 
 struct Params {
-  uint8_t const *a, *b;
+  void const* a;
+  uint8_t const* b;
   void* out;
   int m, n, k;
   int64_t a_batch_stride, b_batch_stride, out_batch_stride;
   int log2_block, groups;
+  DType a_dtype;
+  bool symmetric;  // how floats of a are quantized
   InBlocks of_a, of_b;
   EpilogueArgs<true> epilogue;
 };
 
-// kOf32: blocks of 32 columns. kEights: how often 8 rows of a. kTiles: how often 16 rows of b.
-template <DType In, bool ZeroPoints, bool Of32, int Eights, int Tiles, int Warps>
+// kOf32: blocks of 32 columns. kEights: how often 8 rows of a. kTiles: how often 16 rows of b. kQuantizes: a of floats.
+template <DType In, bool ZeroPoints, bool Of32, int Eights, int Tiles, int Warps, bool Quantizes = false>
 struct Config {
   static constexpr DType kIn = In;
-  static constexpr bool kZeroPoints = ZeroPoints, kOf32 = Of32;
+  static constexpr bool kZeroPoints = ZeroPoints, kOf32 = Of32, kQuantizes = Quantizes;
   static constexpr int kEights = Eights, kTiles = Tiles, kWarps = Warps, kThreads = 32 * Warps;
   static constexpr int kTileM = 8 * Eights, kTileN = 16 * Tiles, kLines = kTileM + kTileN;
-  static constexpr int kBlocks = 4 * Warps;            // that are scaled at once
+  static constexpr int kBlocks = Quantizes ? 8 * Warps / Eights / Tiles : 4 * Warps;  // that are scaled at once
   static constexpr int kVectors = ZeroPoints ? 3 : 1;  // of each line: scale, zero point, sums
   static constexpr int kOutputs = kTileM * kTileN;
   static constexpr int kEach = kOutputs >= 512 ? 4 : 1;  // outputs side by side that a thread scales
   static constexpr int kTimes = (kOutputs / kEach + kThreads - 1) / kThreads;
   using Accumulator = std::conditional_t<In == DType::kS8, int32_t, float>;
-  struct Shared {
+  static constexpr int kColumns = kTurn * kBlocks;  // of a that are quantized at once
+  struct Quantized {
+    alignas(16) uint8_t a[kTileM][kColumns + (Of32 ? 32 : 64)];  // padded: loads of 8 rows hit distinct banks
+  };
+  struct Nothing {};
+  struct Shared : std::conditional_t<Quantizes, Quantized, Nothing> {
     alignas(16) Accumulator sums[kBlocks][kTileM][kTileN + 4];  // padded: the fragments' stores hit distinct banks
     alignas(16) float terms[kVectors][kBlocks][kLines + 4];
   };
+
+  // How many are scaled at once.
+  static __device__ int blocks(Params const& p) { return Quantizes ? min(kBlocks, kColumns >> p.log2_block) : kBlocks; }
 };
 
 // A thread's 32 columns of a turn. What a fragment calls K is any 32 columns, as long as they are the same of both
@@ -70,6 +85,18 @@ __device__ void load_turn(uint32_t (&words)[8], uint8_t const* row, int turn, in
   }
 }
 
+// Likewise of a row in shared memory.
+template <bool kOf32>
+__device__ void load_quantized(uint32_t (&words)[8], uint8_t const* turn) {
+  using Vector = std::conditional_t<kOf32, uint2, uint4>;
+  constexpr int kCount = sizeof(words) / sizeof(Vector);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    Vector const vector = *reinterpret_cast<Vector const*>(turn + sizeof(Vector) * (4 * i + threadIdx.x % 4));
+    memcpy(words + i * 8 / kCount, &vector, sizeof(Vector));
+  }
+}
+
 __device__ inline void multiply(int32_t (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) { mma(c, a, b); }
 __device__ inline void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
 #if __CUDA_ARCH__ >= 890
@@ -79,12 +106,59 @@ __device__ inline void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t 
 #endif
 }
 
+// Brings the rows of b that are multiplied from block `first` on to L2.
+template <class C>
+__device__ void prefetch_b(Params const& p, int l, int first_n, int first) {
+  int const begin = first << p.log2_block, columns = min(C::blocks(p) << p.log2_block, p.k - begin);
+  int const lines = (columns + kLine - 1) / kLine, rows = min(C::kTileN, p.n - first_n);
+  for (int i = threadIdx.x; i < rows * lines; i += C::kThreads) {
+    prefetch_l2(p.b + l * p.b_batch_stride + int64_t(first_n + i / lines) * p.k + begin + i % lines * kLine);
+  }
+}
+
+// Quantizes the rows of a from block `first` on.
+template <class C>
+__device__ void quantize_a(Params const& p, typename C::Shared& shared, int l, int first_m, int first) {
+  using quantize::Kind;
+  int const begin = first << p.log2_block, end = min(p.k, begin + (C::blocks(p) << p.log2_block));
+  auto const quantize_as = [&](auto kind, auto const* a) {
+    quantize_rows<decltype(kind)::value, C::kZeroPoints, C::kWarps>(
+        a + l * p.a_batch_stride + int64_t(first_m) * p.k, min(C::kTileM, p.m - first_m), p.k, begin, end, p.log2_block,
+        [&](int row, int column, uint2 values) { *reinterpret_cast<uint2*>(&shared.a[row][column]) = values; },
+        [&](int row, int block, QuantizedBlock const& of_block) {
+          shared.terms[0][block][row] = of_block.scale;
+          if constexpr (C::kZeroPoints) {
+            shared.terms[1][block][row] = of_block.zero_point;
+            shared.terms[2][block][row] = static_cast<float>(of_block.sum);
+          }
+        });
+  };
+  auto const quantize_floats = [&](auto kind) {
+    if (p.a_dtype == DType::kF32) {
+      quantize_as(kind, static_cast<float const*>(p.a));
+    } else if (p.a_dtype == DType::kBF16) {
+      quantize_as(kind, static_cast<__nv_bfloat16 const*>(p.a));
+    } else {
+      quantize_as(kind, static_cast<__half const*>(p.a));
+    }
+  };
+  if constexpr (C::kIn == DType::kF8E4M3) {
+    quantize_floats(std::integral_constant<Kind, Kind::kFp8>{});
+  } else {
+    if constexpr (C::kZeroPoints) {
+      if (!p.symmetric) return quantize_floats(std::integral_constant<Kind, Kind::kInt8ZeroPoint>{});
+    }
+    quantize_floats(std::integral_constant<Kind, Kind::kInt8>{});
+  }
+}
+
 // Starts the copies of what the lines have of the blocks from `first` on.
 template <class C>
 __device__ void copy_terms(Params const& p, typename C::Shared& shared, int l, int first_m, int first_n, int first) {
   for (int i = threadIdx.x; i < C::kLines * C::kBlocks; i += C::kThreads) {
     int const line = i / C::kBlocks, block = i % C::kBlocks;
     bool const of_a = line < C::kTileM;
+    if (C::kQuantizes && of_a) continue;
     int const row = of_a ? first_m + line : first_n + line - C::kTileM;
     if (first + block >= p.groups || row >= (of_a ? p.m : p.n)) continue;
     InBlocks const& side = of_a ? p.of_a : p.of_b;
@@ -111,10 +185,10 @@ template <class C>
 __device__ void sum_blocks(Params const& p, typename C::Shared& shared, int l, int first_m, int first_n, int first) {
   using Accumulator = typename C::Accumulator;
   int const warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
-  uint8_t const* const a = p.a + l * p.a_batch_stride;
+  uint8_t const* const a = static_cast<uint8_t const*>(p.a) + l * p.a_batch_stride;
   uint8_t const* const b = p.b + l * p.b_batch_stride;
   int const block = 1 << p.log2_block, unit = max(kTurn, block);  // columns: whole turns, and whole blocks
-  int const begin = first * block, end = begin + min(p.k - begin, C::kBlocks * block);
+  int const begin = first * block, end = begin + min(p.k - begin, C::blocks(p) * block);
   Accumulator acc[C::kTiles][C::kEights][4];
   auto const each_sum = [&](auto use) {
 #pragma unroll
@@ -136,7 +210,12 @@ __device__ void sum_blocks(Params const& p, typename C::Shared& shared, int l, i
 #pragma unroll
       for (int i = 0; i < C::kEights; ++i) {
         int const m = first_m + 8 * i + group;
-        if (m < p.m) load_turn<C::kOf32, false>(of_a[i], a + int64_t(m) * p.k, turn, p.k);
+        if (m >= p.m) continue;
+        if constexpr (C::kQuantizes) {
+          load_quantized<C::kOf32>(of_a[i], &shared.a[8 * i + group][turn - begin]);
+        } else {
+          load_turn<C::kOf32, false>(of_a[i], a + int64_t(m) * p.k, turn, p.k);
+        }
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -163,14 +242,18 @@ __device__ void sum_blocks(Params const& p, typename C::Shared& shared, int l, i
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads) few_rows_kernel(Params p) {
+__global__ void __launch_bounds__(C::kThreads, C::kQuantizes ? 2 : 0) few_rows_kernel(Params p) {
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
   int const l = blockIdx.y, first_n = blockIdx.x * C::kTileN, first_m = blockIdx.z * C::kTileM;
   // The first weights, to L2 by the time that the kernel before this one is done.
-  int const lane = threadIdx.x % 32, column = threadIdx.x / 32 * max(kTurn, 1 << p.log2_block);
-  if (lane < C::kTileN && column < p.k) {
-    prefetch_l2(p.b + l * p.b_batch_stride + int64_t(min(first_n + lane, p.n - 1)) * p.k + column);
+  if constexpr (C::kQuantizes) {
+    prefetch_b<C>(p, l, first_n, 0);
+  } else {
+    int const lane = threadIdx.x % 32, column = threadIdx.x / 32 * max(kTurn, 1 << p.log2_block);
+    if (lane < C::kTileN && column < p.k) {
+      prefetch_l2(p.b + l * p.b_batch_stride + int64_t(min(first_n + lane, p.n - 1)) * p.k + column);
+    }
   }
   begin();
 
@@ -183,12 +266,18 @@ __global__ void __launch_bounds__(C::kThreads) few_rows_kernel(Params p) {
       if (m < C::kTileM && first_m + m < p.m) use(y[i], m, output % C::kTileN);
     }
   };
-  for (int first = 0; first < p.groups; first += C::kBlocks) {
+  for (int first = 0; first < p.groups; first += C::blocks(p)) {
     copy_terms<C>(p, shared, l, first_m, first_n, first);
+    if constexpr (C::kQuantizes) {
+      int const next = first + C::blocks(p);
+      if (next < p.groups) prefetch_b<C>(p, l, first_n, next);
+      quantize_a<C>(p, shared, l, first_m, first);
+      __syncthreads();
+    }
     sum_blocks<C>(p, shared, l, first_m, first_n, first);
     wait_for_copies<0>();
     __syncthreads();
-    int const count = min(C::kBlocks, p.groups - first);
+    int const count = min(C::blocks(p), p.groups - first);
     each_output([&](float (&outputs)[C::kEach], int m, int n) {
 #pragma unroll 4
       for (int block = 0; block < count; ++block) {
@@ -229,7 +318,7 @@ cudaError_t prepare(bool& fits) {
 
 template <class C>
 cudaError_t launch(BlockQuantizedMm const& p, Submit const& submit) {
-  Params const params{static_cast<uint8_t const*>(p.a),
+  Params const params{p.a,
                       static_cast<uint8_t const*>(p.b),
                       p.out,
                       p.m,
@@ -240,6 +329,8 @@ cudaError_t launch(BlockQuantizedMm const& p, Submit const& submit) {
                       p.out_batch_stride,
                       __builtin_ctz(p.block),
                       p.groups(),
+                      p.a_dtype,
+                      p.symmetric,
                       p.of_a,
                       p.of_b,
                       epilogue_args<true>(p)};
@@ -253,7 +344,7 @@ Instance instance(int blocks_per_sm, FewRowsCycles cycles) {
   i.shortest = C::kOf32 ? 32 : 64, i.longest = C::kOf32 ? 32 : BlockQuantizedMm::kLongest;
   i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.tile_k = C::kWarps * kTurn;
   i.threads = C::kThreads, i.blocks_per_sm = blocks_per_sm, i.shared_bytes = sizeof(typename C::Shared);
-  i.few_rows = cycles;
+  i.few_rows = cycles, i.quantizes = C::kQuantizes;
   i.prepare = prepare<C>, i.launch = launch<C>;
   return i;
 }
@@ -271,6 +362,10 @@ void add_few_rows(std::vector<Instance>& to) {
   to.push_back(instance<Config<In, kZeroPoints, false, 1, 2, 16>>(1, {2900, 740, 3600}));
   to.push_back(instance<Config<In, kZeroPoints, false, 2, 2, 8>>(2, {4000, 3550, 220}));
   to.push_back(instance<Config<In, kZeroPoints, true, 1, 2, 8>>(2, {2700, 5800, 840}));
+  to.push_back(instance<Config<In, kZeroPoints, false, 1, 2, 8, true>>(2, {2800, 3000, 180}));
+  to.push_back(instance<Config<In, kZeroPoints, false, 1, 4, 8, true>>(2, {2800, 3000, 360}));
+  to.push_back(instance<Config<In, kZeroPoints, false, 2, 2, 8, true>>(2, {4000, 3550, 220}));
+  to.push_back(instance<Config<In, kZeroPoints, true, 1, 2, 8, true>>(2, {2700, 5800, 840}));
 }
 
 }  // namespace jax_qmm::block_quantized

@@ -15,9 +15,10 @@ struct Instance {
   int shortest, longest;  // blocks that it serves
   int tile_m, tile_n, stages, threads, blocks_per_sm;
   int shared_bytes;
-  bool wgmma = false;     // of Hopper alone, for rows that TMA can load
-  bool shared_b = false;  // for rows of b that share their scales
-  int share = 1;          // blocks of a cluster that load an operand for each other
+  bool wgmma = false;      // of Hopper alone, for rows that TMA can load
+  bool shared_b = false;   // for rows of b that share their scales
+  bool quantizes = false;  // a of floats
+  int share = 1;           // blocks of a cluster that load an operand for each other
   std::optional<FewRowsCycles> few_rows{};
   int tile_k = 0;  // of kernels for few rows: that all warps multiply at a time
   cudaError_t (*prepare)(bool& fits) = nullptr;

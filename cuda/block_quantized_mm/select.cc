@@ -48,7 +48,8 @@ bool serves(Instance const& i, BlockQuantizedMm const& p) {
   if (i.wgmma && (p.k == 0 || !in_sixteens)) return false;
   if (i.few_rows && (p.m > p.kFewRows || !in_sixteens)) return false;
   if (i.shared_b && p.of_b.scale.shift == 0) return false;
-  return i.in == p.in && i.zero_points == p.has_zero_points() && i.shortest <= p.block && p.block <= i.longest;
+  return i.in == p.in && i.quantizes == p.quantizes() && i.zero_points == p.has_zero_points() &&
+         i.shortest <= p.block && p.block <= i.longest;
 }
 
 struct Costs {
@@ -77,11 +78,14 @@ Costs costs_of(Instance const& i, Gpu const& gpu) {
 // Seconds, as predicted from the description of the GPU.
 double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gpu) {
   if (i.few_rows) {
-    constexpr double kLaunch = 365, kScaling = 0.21;  // cycles, in all and for each output and block
+    // Cycles: in all, for each output and block, and for each value that is quantized, of instructions that were
+    // counted.
+    constexpr double kLaunch = 365, kScaling = 0.21, kQuantizing = 0.13;
     double const tiles = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch;
     double const steps = double(ceil_div(p.k, i.tile_k));
     double const scaling = kScaling * (i.zero_points ? 1.3 : 1) * i.tile_m * i.tile_n * p.groups();
-    return (kLaunch + i.few_rows->of(tiles, steps, scaling, i.blocks_per_sm, gpu.sm_count)) / gpu.clock;
+    double const quantizing = i.quantizes ? kQuantizing * std::min(i.tile_m, p.m) * p.k : 0;
+    return (kLaunch + i.few_rows->of(tiles, steps, scaling + quantizing, i.blocks_per_sm, gpu.sm_count)) / gpu.clock;
   }
   constexpr double kFloats = 128;  // operations on outputs that an SM starts in a cycle
   Costs const costs = costs_of(i, gpu);
@@ -125,6 +129,19 @@ std::optional<int> select_block_quantized_mm(BlockQuantizedMm const& p, Gpu cons
   return best;
 }
 
+bool quantizes_in_product(BlockQuantizedMm const& p, Gpu const& gpu) {
+  constexpr double kQuantizer = 2e-6;  // seconds, of few rows
+  BlockQuantizedMm of_quantized = p;
+  of_quantized.a_dtype = p.in;
+  static float const somewhere = 0;  // nobody reads there
+  if (!p.symmetric) of_quantized.of_a.zero_point.data = &somewhere;
+  auto const time_of = [&](BlockQuantizedMm const& product) {
+    std::optional<int> const choice = select_block_quantized_mm(product, gpu);
+    return choice ? estimate_time(instances()[*choice], product, gpu) : INFINITY;
+  };
+  return time_of(p) < kQuantizer + time_of(of_quantized);
+}
+
 void restrict_block_quantized_mm(std::string words) { wanted() = std::move(words); }
 
 std::string describe_block_quantized_mm(int instance) {
@@ -134,7 +151,7 @@ std::string describe_block_quantized_mm(int instance) {
   std::string const kind = i.few_rows ? "sm80 few rows " + tile + "x" + std::to_string(i.tile_k)
                            : i.wgmma  ? "sm90 wgmma " + tile + "x128" + cluster
                                       : "sm80 multistage " + tile + "x64";
-  return kind + " " + dtype_name(i.in) + (i.shared_b ? " of 128 rows" : "") +
+  return kind + " " + dtype_name(i.in) + (i.quantizes ? " of floats" : "") + (i.shared_b ? " of 128 rows" : "") +
          (i.longest == 32 ? " scaled each 32" : " scaled by block") + (i.zero_points ? " zero points" : "");
 }
 

@@ -44,7 +44,9 @@ constexpr NamedBlocks of_b(char const* name, InBlocks::Vector InBlocks::* to, bo
   return {name, static_cast<int BlockQuantizedMm::*>(&BlockQuantizedMm::n), &BlockQuantizedMm::of_b, to, may_share};
 }
 
-NamedOperand<BlockQuantizedMm> const kOptional[] = {
+NamedOperand<BlockQuantizedMm> const kNamed[] = {
+    {"scale_a", [](auto const& buffer, auto& p) { return of_a("scale_a", &InBlocks::scale).read(buffer, p); }},
+    {"scale_b", [](auto const& buffer, auto& p) { return of_b("scale_b", &InBlocks::scale, true).read(buffer, p); }},
     {"zero_point_a",
      [](auto const& buffer, auto& p) { return of_a("zero_point_a", &InBlocks::zero_point).read(buffer, p); }},
     {"sums_a", [](auto const& buffer, auto& p) { return of_a("sums_a", &InBlocks::sums).read(buffer, p); }},
@@ -57,12 +59,12 @@ NamedOperand<BlockQuantizedMm> const kOptional[] = {
      }},
 };
 
-ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer scale_a, ffi::AnyBuffer scale_b,
-                ffi::RemainingArgs optional, ffi::AnyBuffer out, int block, std::string_view names,
-                std::string_view activation, float low, float high, BlockQuantizedMm& p) {
+ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs named, ffi::AnyBuffer out, int block,
+                bool symmetric, std::string_view names, std::string_view activation, float low, float high,
+                BlockQuantizedMm& p) {
   auto const refuse = [](std::string const& why) { return ffi::Error::InvalidArgument(why); };
-  JAX_QMM_RETURN_IF_ERROR(check_dtype(a, "a", {DType::kS8, DType::kF8E4M3}));
-  JAX_QMM_RETURN_IF_ERROR(check_dtype(b, "b", {*dtype_of(a)}));
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(b, "b", {DType::kS8, DType::kF8E4M3}));
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(a, "a", {*dtype_of(b), DType::kF32, DType::kBF16, DType::kF16}));
   JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", {DType::kF32, DType::kBF16, DType::kF16}));
   JAX_QMM_RETURN_IF_ERROR(check_rank(a, "a", 3));
   JAX_QMM_RETURN_IF_ERROR(check_rank(b, "b", 3));
@@ -87,23 +89,29 @@ ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer scale_a, ffi:
   }
   p.m = int(m), p.n = int(n), p.k = int(k), p.batch = int(batch);
   p.block = block;
-  p.in = *dtype_of(a), p.out_dtype = *dtype_of(out);
+  p.in = *dtype_of(b), p.a_dtype = *dtype_of(a), p.out_dtype = *dtype_of(out);
+  p.symmetric = symmetric;
   p.a = a.untyped_data(), p.b = b.untyped_data(), p.out = out.untyped_data();
   p.a_batch_stride = batch_of(a, batch) == 1 ? 0 : m * k;
   p.b_batch_stride = batch_of(b, batch) == 1 ? 0 : n * k;
   p.out_batch_stride = m * n;
-  JAX_QMM_RETURN_IF_ERROR(of_a("scale_a", &InBlocks::scale).read(scale_a, p));
-  JAX_QMM_RETURN_IF_ERROR(of_b("scale_b", &InBlocks::scale, true).read(scale_b, p));
-  JAX_QMM_RETURN_IF_ERROR(read_vectors(optional, names, kOptional, p));
+  JAX_QMM_RETURN_IF_ERROR(read_vectors(named, names, kNamed, p));
+  if (p.of_b.scale.data == nullptr && p.k > 0 && n > 0) return refuse("scale_b is missing");
+  for (auto const vector : {&InBlocks::scale, &InBlocks::zero_point, &InBlocks::sums}) {
+    bool const is_there = (p.of_a.*vector).data != nullptr;
+    if (p.quantizes() && is_there) return refuse("a is of floats; it has no scales, zero points or sums yet");
+    if (!p.quantizes() && !is_there && vector == &InBlocks::scale && p.k > 0 && m > 0) {
+      return refuse("scale_a is missing");
+    }
+  }
   return read_activation(activation, low, high, p);
 }
 
 ffi::Error block_quantized_mm(Destination const& destination, ffi::AnyBuffer a, ffi::AnyBuffer b,
-                              ffi::AnyBuffer scale_a, ffi::AnyBuffer scale_b, ffi::RemainingArgs optional,
-                              ffi::Result<ffi::AnyBuffer> out, int32_t block, std::string_view names,
-                              std::string_view activation, float low, float high) {
+                              ffi::RemainingArgs named, ffi::Result<ffi::AnyBuffer> out, int32_t block, bool symmetric,
+                              std::string_view names, std::string_view activation, float low, float high) {
   BlockQuantizedMm problem{};
-  JAX_QMM_RETURN_IF_ERROR(read(a, b, scale_a, scale_b, optional, *out, block, names, activation, low, high, problem));
+  JAX_QMM_RETURN_IF_ERROR(read(a, b, named, *out, block, symmetric, names, activation, low, high, problem));
   Gpu const* gpu;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(current_gpu(gpu), "asking what the GPU is"));
   return destination([&](Submit const& submit, Chosen& chosen) {
@@ -127,11 +135,12 @@ auto bind(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()                 // a (1 | batch, M, K)
       .template Arg<ffi::AnyBuffer>()                 // b (1 | batch, N, K)
-      .template Arg<ffi::AnyBuffer>()                 // scale_a (1 | batch, M, blocks of K)
-      .template Arg<ffi::AnyBuffer>()                 // scale_b (1 | batch, N | N / 128, blocks of K)
-      .RemainingArgs()                                // zero points and sums likewise, bias (1 | batch, N)
+      .RemainingArgs()                                // scale_a (1 | batch, M, blocks of K) of an 8-bit a; scale_b
+                                                      // (1 | batch, N | N / 128, blocks of K); zero points and sums
+                                                      // likewise; bias (1 | batch, N)
       .template Ret<ffi::AnyBuffer>()                 // out (batch, M, N)
       .template Attr<int32_t>("block")                // columns: 32, 64, 128 or 256
+      .template Attr<bool>("symmetric")               // how floats of a are quantized
       .template Attr<std::string_view>("names")       // of the remaining arguments
       .template Attr<std::string_view>("activation")  // none, clamp, gelu or silu
       .template Attr<float>("low")                    // of clamp

@@ -1,4 +1,7 @@
-"""block_scaled_mm of two QArrays: int8 or fp8 operands that both have scales for blocks of columns."""
+"""block_scaled_mm of two QArrays: int8 or fp8 operands that both have scales for blocks of columns.
+
+The first may be float still: a kernel for few rows quantizes it on the way, and where none is faster, a quantizer does.
+"""
 
 import functools
 import math
@@ -13,8 +16,10 @@ from jax.interpreters import ad, batching
 
 from jax_qmm import _compat, _extension
 from jax_qmm.dtypes import QTYPES
+from jax_qmm.explicit_axes import gathered_unless_divided
 from jax_qmm.ops import dispatch, matmul_form
 from jax_qmm.ops.product import transposed
+from jax_qmm.ops.quantize import DYNAMIC
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.reference import activation as activations, block_quantized_mm as reference
 from jax_qmm.reference.quantize import spread
@@ -42,11 +47,17 @@ class InBlocks(NamedTuple):
     """One side of a product."""
 
     values: Any  # (*batch, *rows, K) or (*batch, N, K)
-    scale: Any  # (*batch, *rows, G) or (*batch, N, G)
+    scale: Any  # (*batch, *rows, G) or (*batch, N, G), or None of rows that are float and get one for each block
     zero_point: Any  # likewise, or None
     sums: Any  # of the values over each block, likewise, or None where they are not known
     block: int  # columns that share a scale
     shared: int = 1  # rows after one another, from the first on, that share theirs
+    symmetric: bool = True  # whether float rows get no zero points
+
+    @property
+    def count(self):
+        """G."""
+        return -(-self.values.shape[-1] // self.block) if self.scale is None else self.scale.shape[-1]
 
 
 def in_blocks(q, contracted=1):
@@ -79,33 +90,41 @@ def in_blocks(q, contracted=1):
     return InBlocks(values, *leaves, block, tile if first and rows[-1] % tile == 0 else 1)
 
 
+def to_be_quantized(x, block, symmetric):
+    """A side of floats `(*batch, *rows, K)`."""
+    side = InBlocks(x, None, None, None, block, symmetric=symmetric)
+    return side._replace(values=gathered_unless_divided(x, x.ndim - 1, side.count))
+
+
 def product_in_blocks(x: InBlocks, w: InBlocks, bias, **params):
     """The product of two sides; of different blocks one side needs a single one."""
     x, w = _with_blocks_of(x, w), _with_blocks_of(w, x)
-    if x.block != w.block or x.scale.shape[-1] != w.scale.shape[-1]:
+    if x.block != w.block or x.count != w.count:
         raise ValueError(
             f"x has scales for blocks of {x.block} columns and w of {w.block}; they need the same blocks, or one of "
             "them a scale for all columns"
         )
     vectors = {"scale_a": x.scale, "scale_b": w.scale, "zero_point_a": x.zero_point, "zero_point_b": w.zero_point}
     vectors["sums_a"] = None if w.zero_point is None else x.sums
-    vectors["sums_b"] = None if x.zero_point is None else w.sums
+    vectors["sums_b"] = None if x.zero_point is None and x.symmetric else w.sums
     vectors["bias"] = bias
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
     operands = _compat.align_varying([x.values, w.values, *vectors.values()])
-    return block_quantized_mm_p.bind(*operands, names=tuple(vectors), block=x.block, shared_b=w.shared, **params)
+    params |= {"block": x.block, "shared_b": w.shared, "symmetric": x.symmetric}
+    return block_quantized_mm_p.bind(*operands, names=tuple(vectors), **params)
 
 
 def _with_blocks_of(side, other):
     """A side with one block of columns in as many as the other has."""
-    count = other.scale.shape[-1]
-    if side.scale.shape[-1] != 1 or count == 1:
+    count = other.count
+    if side.scale is None or side.count != 1 or count == 1:
         return side
     scale, zero_point = (None if leaf is None else spread(leaf, count, count) for leaf in (side.scale, side.zero_point))
     return side._replace(scale=scale, zero_point=zero_point, sums=None, block=other.block)
 
 
-# The primitive: operands a, b and the vectors that `names` lists, scales first, of the form in `matmul_form`
+# The primitive: operands a, b and the vectors that `names` lists, of the form in `matmul_form`. An a of floats has none
+# of its own; it is quantized to the dtype of b, with zero points unless `symmetric`.
 
 block_quantized_mm_p = Primitive("block_quantized_mm")
 
@@ -124,25 +143,30 @@ def _abstract_eval(*operands, num_batch, out_dtype, out_sharding, **params):
 # Lowerings: to the kernel, and to the reference; each for the operands that one device holds
 
 
-def _kernel(*operands, names, num_batch, block, shared_b, activation, out_dtype):
+def _kernel(*operands, names, num_batch, block, shared_b, symmetric, activation, out_dtype):
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
     a, b, *vectors = operands
     vectors = dict(zip(names, vectors))
-    scales, bias = {name: vectors.pop(name) for name in ("scale_a", "scale_b")}, vectors.pop("bias", None)
-    in_blocks = scales | reference.zero_point_terms(a, b, block, **vectors)
-    vectors = {name: vector.astype(jnp.float32) for name, vector in in_blocks.items()}  # integers are below 2^24
+    bias = vectors.pop("bias", None)
+    if "scale_a" in vectors:
+        scales = {name: vectors.pop(name) for name in ("scale_a", "scale_b")}
+        vectors = scales | reference.zero_point_terms(a, b, block, **vectors)
+    elif not symmetric:
+        vectors.setdefault("sums_b", reference.block_sums(b, block))
+    vectors = {name: vector.astype(jnp.float32) for name, vector in vectors.items()}  # integers are below 2^24
     vectors |= {} if bias is None else {"bias": bias}
     if _shares(n, shared_b):
         vectors["scale_b"] = vectors["scale_b"][..., ::_SHARED, :]
     names = tuple(vectors)
     if k % _ALIGNED:
-        a, b = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -k % _PADDED)]) for x in (a, b))
+        a, b = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _padded(k) - k)]) for x in (a, b))
     kernel_block: Any = np.int32(_kernel_block(block, k) or 0)  # `_unserved` has refused those without one
     result = jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)
     out = jax.ffi.ffi_call("jax_qmm_block_quantized_mm", result)(
         *matmul_form.fold([a, b, *vectors.values()], _labels(names), num_batch),
         block=kernel_block,
-        names=" ".join(names[2:]),
+        symmetric=symmetric,
+        names=" ".join(names),
         activation=activation.name,
         low=np.float32(activation.low),
         high=np.float32(activation.high),
@@ -166,8 +190,35 @@ def _shares(n, shared_b):
     return n % _SHARED == 0 and shared_b % _SHARED == 0
 
 
-def _reference(a, b, *vectors, names, shared_b, **params):
-    return reference.block_quantized_mm(a, b, **dict(zip(names, vectors)), **params)
+def _reference(*operands, names, shared_b, symmetric, block, **params):
+    if "scale_a" not in names:
+        operands, names = _quantized(operands, names, block, symmetric, DYNAMIC.reference)
+    a, b, *vectors = operands
+    return reference.block_quantized_mm(a, b, **dict(zip(names, vectors)), block=block, **params)
+
+
+def _quantized(operands, names, block, symmetric, quantize):
+    """The operands and names of a product in place of those with an a of floats; `quantize` as of `DYNAMIC`."""
+    (a, b, *vectors), sums = operands, "zero_point_b" in names
+    k, padding = a.shape[-1], -a.shape[-1] % block
+    in_blocks = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, padding)])
+    in_blocks = in_blocks.reshape(*a.shape[:-1], (k + padding) // block, block)
+    q, *leaves = quantize(in_blocks, qtype=b.dtype, axes=(a.ndim,), symmetric=symmetric, sums=sums)
+    of_a = ("scale_a", *([] if symmetric else ["zero_point_a"]), *(["sums_a"] if sums else []))
+    leaves = dict(zip(of_a, (leaf[..., 0] for leaf in leaves)))
+    if sums and padding and not symmetric:  # the last block's sum is of zeros too
+        leaves["sums_a"] = leaves["sums_a"].at[..., -1].add(-padding * leaves["zero_point_a"][..., -1])
+    q = q.reshape(*a.shape[:-1], k + padding)[..., :k]
+    return [q, b, *leaves.values(), *vectors], (*of_a, *names)
+
+
+def _prepared(devices, operands, *, names, block, symmetric, **params):
+    """With an a of floats quantized, where no kernel is faster that does so itself."""
+    if "scale_a" not in names:
+        product = _product(operands, names=names, block=block, symmetric=symmetric, **params)
+        if product is None or not _extension.quantizes_in_product(devices, product):
+            operands, names = _quantized(operands, names, block, symmetric, DYNAMIC.kernel)
+    return operands, dict(params, names=names, block=block, symmetric=symmetric)
 
 
 def _unserved(platform, devices, operands, *, num_batch, block, **params):
@@ -186,22 +237,44 @@ def unserved_blocks(block: int, k: int) -> str | None:
     return None
 
 
-def _describe(operands, results, *, names, block, activation, **params):
-    shown = (name for name in names[2:] if not name.startswith("sums"))
+def _describe(operands, results, *, names, block, symmetric, activation, **params):
+    shown = [name for name in names if not name.startswith(("scale", "sums"))]
+    if "scale_a" not in names:
+        shown = ["a quantized" if symmetric else "a quantized asymmetrically", *shown]
     terms = [*shown, *([] if activation == activations.NONE else [str(activation)])]
     return f"block_scaled_mm ({', '.join([f'blocks of {block}', *terms])})", operands[:2]
 
 
-def _choice(operands, results, *, names, num_batch, block, shared_b, out_dtype, **params):
+def _choice(operands, results, *, names, **params):
+    *_, k = matmul_form.sizes(operands, params["num_batch"])
+    at_each_call = [f"K padded to {_padded(k)}"] if k % _ALIGNED else []
+    product, (_, devices) = _product(operands, names=names, **params), _extension.default_devices()
+    if "scale_a" not in names and not (product and _extension.quantizes_in_product(devices, product)):
+        at_each_call = ["a quantized by a kernel of its own", *at_each_call]
+        params["symmetric"], names = True, ("scale_a", *names, *([] if params["symmetric"] else ["zero_point_a"]))
+        product = _product(operands, names=names, **params)
+    if product is None:
+        kernel = "kernel, chosen at run time: the shapes are symbolic"
+    else:
+        kernel = _extension.describe_block_quantized_mm(product)
+    return f"{kernel}, {' and '.join(at_each_call)} at each call" if at_each_call else kernel
+
+
+def _product(operands, *, names, num_batch, block, shared_b, symmetric, out_dtype, **params):
+    """What `BlockQuantizedMmProblem` is made of; None where shapes are symbolic."""
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
-    sizes = math.prod(rows), n, k, math.prod(batch)
-    if not all(isinstance(size, int) for size in sizes):
-        return "kernel, chosen at run time: the shapes are symbolic"
+    m, count, (a, b, *_) = math.prod(rows), math.prod(batch), operands
+    if not all(isinstance(size, int) for size in (m, n, count)):
+        return None
     has_zero_points = any(name.startswith("zero_point") for name in names)
-    problem = (*sizes, str(operands[0].dtype), str(out_dtype), _kernel_block(block, k), has_zero_points)
-    problem += (_shares(n, shared_b),)
-    padded = f", K padded to {-(-k // _PADDED) * _PADDED} at each call" if k % _ALIGNED else ""
-    return _extension.describe_block_quantized_mm(problem) + padded
+    a_dtype = str(b.dtype if "scale_a" in names else a.dtype)
+    sizes = m, n, _padded(k) if k % _ALIGNED else k, count
+    kernel = _kernel_block(block, k), has_zero_points, _shares(n, shared_b)
+    return *sizes, str(b.dtype), str(out_dtype), *kernel, a_dtype, symmetric
+
+
+def _padded(k):
+    return -(-k // _PADDED) * _PADDED
 
 
 # Batching
@@ -218,9 +291,11 @@ def _batch(operands, dims, *, names, num_batch, out_sharding, **params):
 # Differentiation
 
 
-def _jvp(primals, tangents, *, names, shared_b, activation, out_dtype, **params):
+def _jvp(primals, tangents, *, names, shared_b, symmetric, activation, out_dtype, **params):
     """By the scales, float zero points and bias, as of a product of the dequantized operands."""
-    product = functools.partial(block_quantized_mm_p.bind, *primals, names=names, shared_b=shared_b, **params)
+    assert "scale_a" in names  # products that quantize a have their own derivative
+    kept = {"names": names, "shared_b": shared_b, "symmetric": symmetric}
+    product = functools.partial(block_quantized_mm_p.bind, *primals, **kept, **params)
     values, vectors = primals[:2], dict(zip(names, primals[2:]))
     moving = {
         name: tangent
@@ -241,9 +316,9 @@ def _jvp(primals, tangents, *, names, shared_b, activation, out_dtype, **params)
 # Sharding
 
 
-def _partitioned(run, shapes, *, names, num_batch, block, shared_b, activation, out_dtype):
+def _partitioned(run, shapes, *, names, num_batch, block, activation, out_dtype, **params):
     operands, result = matmul_form.factors(shapes, _labels(names), num_batch)
-    local = functools.partial(run, OP, num_batch=num_batch, block=block, shared_b=shared_b)
+    local = functools.partial(run, OP, num_batch=num_batch, block=block, **params)
 
     output = {"activation": activation, "out_dtype": out_dtype}
     whole, across = matmul_form.whole_and_across(local, names, num_batch=num_batch, **output)
@@ -264,6 +339,7 @@ OP = dispatch.Op(
     describe=_describe,
     choice=_choice,
     partitioned=_partitioned,
+    prepared=_prepared,
 )
 dispatch.register(block_quantized_mm_p, OP)
 block_quantized_mm_p.def_abstract_eval(_abstract_eval)

@@ -38,7 +38,8 @@ class Op:
       by_xla: called likewise, says why a GPU is to run `xla` and no kernel; None if the kernel is to run. That is a
         choice and no fallback: nothing warns.
       xla: the op in operations of XLA, a function of the operands, for `by_xla`.
-      prepared: called likewise, gives the operands as the kernels of these devices take them.
+      prepared: called likewise, gives the operands as the kernels of these devices take them, and the parameters that
+        fit these.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Op:
     workspace: Callable | None = None
     by_xla: Callable = lambda devices, operands, **params: None
     xla: Callable | None = None
-    prepared: Callable = lambda devices, operands, **params: operands
+    prepared: Callable = lambda devices, operands, **params: (operands, params)
 
 
 OPS: dict[Primitive, Op] = {}
@@ -89,7 +90,7 @@ def run(platforms, devices, op, *operands, **params):
     if op.by_xla(devices, operands, **params):
         assert op.xla is not None
         return op.xla(*operands, **params)
-    operands = op.prepared(devices, operands, **params)
+    operands, params = op.prepared(devices, operands, **params)
     if op.workspace is not None:
         params["workspace"] = op.workspace(devices, operands, **params)
     return op.kernel(*operands, **params)

@@ -145,13 +145,28 @@ def test_one_block_is_a_product_per_token():
 
 
 def test_the_sums_come_from_the_quantizer():
-    x, scheme = normal(3, 96), W8A8(tile_size=32, symmetric=False, weight_symmetric=False)
+    x, scheme = normal(17, 96), W8A8(tile_size=32, symmetric=False, weight_symmetric=False)
     w = scheme.quantize_weight(normal(96, 8, seed=1), (0,))
     assert w.azp_adj.shape == w.scale.shape
     f = lambda x, w: jax_qmm.matmul(x, w, scheme=scheme)
     quantizer, _ = jax_qmm.explain(f, x, w).rows
     assert quantizer.op == "quantize (dynamic, per row, sums)"
     assert "reduce_sum" not in str(jax.make_jaxpr(f)(x, w))
+
+
+@pytest.mark.parametrize("k", [256, 300])
+@schemes
+def test_few_rows_are_quantized_by_the_product(scheme, k):
+    """With the same result as that of a quantizer and a product."""
+    x, w = normal(2, 8, k), weight(scheme, k, 8, contracted=(0,))
+    f = lambda x: jax_qmm.matmul(x, w, scheme=scheme, preferred_element_type=jnp.bfloat16)
+    (row,) = jax_qmm.explain(f, x).rows
+    assert "a quantized" in row.op and row.inputs == f"float32[2,8,{k}] x {scheme.dtype}[8,{k}]"
+    apart = lambda x: jax_qmm.block_scaled_mm(scheme.quantize_activation(x, 1), w.T, out_dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(np.float32(jax.jit(f)(x)), np.float32(jax.jit(apart)(x)))
+    more = jnp.concatenate([x, x], 1)
+    assert len(jax_qmm.explain(f, more).rows) == 2
+    np.testing.assert_array_equal(np.float32(jax.jit(f)(more)[:, :8]), np.float32(jax.jit(f)(x)))
 
 
 @pytest.mark.parametrize("bias, late", [((8,), False), ((3, 1), True)])
