@@ -58,6 +58,7 @@ def extension(monkeypatch):
     monkeypatch.setattr(selftest, "CONVOLUTIONS", ((4, 1, 3),))
     monkeypatch.setattr(selftest, "CONV_OUTPUTS", ("int32", "int8"))
     monkeypatch.setattr(selftest, "BLOCK_KINDS", (("int8", 64, True, 1), ("float8_e4m3fn", 128, False, 128)))
+    monkeypatch.setattr(selftest, "FLOAT_KINDS", (("int8", 64, False), ("float8_e4m3fn", 128, True)))
     monkeypatch.setattr(selftest, "BLOCK_K", 272)
     monkeypatch.setattr(selftest, "BLOCK_ROWS", (3,))
     monkeypatch.setattr(selftest, "PRODUCTS", ((17, 48), (3, 75)))
@@ -80,7 +81,15 @@ def main(extension, monkeypatch):
 
 def only(monkeypatch, *tables):
     """Leaves of what is checked these tables alone."""
-    for name in ("KINDS", "WEIGHT_ZERO_POINTS", "BLOCK_KINDS", "EXPANDED_ROWS", "CONVOLUTIONS", "ARRAYS"):
+    for name in (
+        "KINDS",
+        "WEIGHT_ZERO_POINTS",
+        "BLOCK_KINDS",
+        "FLOAT_KINDS",
+        "EXPANDED_ROWS",
+        "CONVOLUTIONS",
+        "ARRAYS",
+    ):
         if name not in tables:
             monkeypatch.setattr(selftest, name, ())
 
@@ -113,7 +122,7 @@ def test_every_kernel_runs_in_every_way(extension):
     expanded = [result for result in results if result.op.startswith("expanded_mm")]
     assert [result.kernel for result in expanded] == ["narrow", "wide"] * 2 * len(selftest.EXPANDED_ROWS)
     blocks = [result for result in results if result.op.startswith("blocks on both sides")]
-    assert [result.kernel for result in blocks] == ["narrow", "wide"] * 2
+    assert [result.kernel for result in blocks] == ["narrow", "wide"] * (2 + 2)
     others = products, weights, convolutions, expanded, blocks
     assert len(results) - sum(map(len, others)) == 3 * 3  # qtypes and scales
 
@@ -161,6 +170,19 @@ def test_a_wrong_kernel_of_blocks_on_both_sides_is_found(extension, monkeypatch)
     wrong = [result for result in results if result.wrong]
     assert [(result.op, result.kernel, result.wrong) for result in wrong] == [
         ("blocks on both sides, int8, zero points", "narrow", 1)
+    ]
+
+
+def test_a_wrong_kernel_that_quantizes_is_found(extension, monkeypatch):
+    only(monkeypatch, "FLOAT_KINDS")
+    op = jax_qmm.matmul
+    spoiled = lambda x, w, **options: op(x, w, **options).at[0, 3].mul(1 + (extension.only == "narrow") * 2.0**-16)
+    monkeypatch.setattr(jax_qmm, "matmul", spoiled)
+    monkeypatch.setattr(jax, "jit", lambda function: function)  # each kernel is a program here
+    results, _ = selftest.run(extension, GPU)
+    wrong = [result for result in results if result.wrong]
+    assert [(result.op, result.kernel, result.wrong) for result in wrong] == [
+        ("blocks on both sides, float32 quantized to int8, zero points", "narrow", 1)
     ]
 
 
@@ -275,6 +297,16 @@ def test_the_kernels_pass_block_quantized_mm(kind, monkeypatch):
     monkeypatch.setattr(selftest, "BLOCK_K", 272)
     kernels, _ = _extension._load()
     results = [*selftest.check_block_quantized_mm(kernels, _extension.gpu(), *kind)]
+    assert results or kernels.compiled_for(_extension.gpu().arch) < 80
+    assert [result for result in results if result.wrong] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", selftest.FLOAT_KINDS, ids=str)
+def test_the_kernels_pass_quantizing_mm(kind, monkeypatch):
+    monkeypatch.setattr(selftest, "BLOCK_K", 272)
+    kernels, _ = _extension._load()
+    results = [*selftest.check_quantizing_mm(kernels, _extension.gpu(), "bfloat16", kind)]
     assert results or kernels.compiled_for(_extension.gpu().arch) < 80
     assert [result for result in results if result.wrong] == []
 

@@ -1,5 +1,5 @@
-"""Kernels for few rows that quantize them on the way: int8 bit for bit as the reference; fp8 as a quantizer and the same
-kernel without it, which adds in the same order.
+"""Kernels for few rows that quantize them on the way: int8 bit for bit as the reference; fp8 as a quantizer and a kernel
+for few rows, which adds in the same order.
 """
 
 import functools
