@@ -44,12 +44,13 @@ struct Config {
   static constexpr bool kZeroPoints = ZeroPoints, kOf32 = Of32, kQuantizes = Quantizes;
   static constexpr int kEights = Eights, kTiles = Tiles, kWarps = Warps, kThreads = 32 * Warps;
   static constexpr int kTileM = 8 * Eights, kTileN = 16 * Tiles, kLines = kTileM + kTileN;
-  static constexpr int kBlocks = Quantizes ? 8 * Warps / Eights / Tiles : 4 * Warps;  // that are scaled at once
-  static constexpr int kVectors = ZeroPoints ? 3 : 1;  // of each line: scale, zero point, sums
+  static constexpr int kBlocks = Quantizes ? 32 / Eights : 4 * Warps;  // that are scaled at once
+  static constexpr int kVectors = ZeroPoints ? 3 : 1;                  // of each line: scale, zero point, sums
   static constexpr int kOutputs = kTileM * kTileN;
   static constexpr int kEach = kOutputs >= 512 ? 4 : 1;  // outputs side by side that a thread scales
   static constexpr int kTimes = (kOutputs / kEach + kThreads - 1) / kThreads;
   using Accumulator = std::conditional_t<In == DType::kS8, int32_t, float>;
+  static constexpr int kLeastPerSm = !Quantizes ? 0 : Warps == 16 ? 1 : Tiles == 1 ? 3 : 2;  // blocks; 0 for any
   static constexpr int kColumns = kTurn * kBlocks;  // of a that are quantized at once
   struct Quantized {
     alignas(16) uint8_t a[kTileM][kColumns + (Of32 ? 32 : 64)];  // padded: loads of 8 rows hit distinct banks
@@ -242,7 +243,7 @@ __device__ void sum_blocks(Params const& p, typename C::Shared& shared, int l, i
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kQuantizes ? 2 : 0) few_rows_kernel(Params p) {
+__global__ void __launch_bounds__(C::kThreads, C::kLeastPerSm) few_rows_kernel(Params p) {
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
   int const l = blockIdx.y, first_n = blockIdx.x * C::kTileN, first_m = blockIdx.z * C::kTileM;
@@ -362,8 +363,9 @@ void add_few_rows(std::vector<Instance>& to) {
   to.push_back(instance<Config<In, kZeroPoints, false, 1, 2, 16>>(1, {2900, 740, 3600}));
   to.push_back(instance<Config<In, kZeroPoints, false, 2, 2, 8>>(2, {4000, 3550, 220}));
   to.push_back(instance<Config<In, kZeroPoints, true, 1, 2, 8>>(2, {2700, 5800, 840}));
+  to.push_back(instance<Config<In, kZeroPoints, false, 1, 1, 8, true>>(3, {130, 3300, 20}));
   to.push_back(instance<Config<In, kZeroPoints, false, 1, 2, 8, true>>(2, {2800, 3000, 180}));
-  to.push_back(instance<Config<In, kZeroPoints, false, 1, 4, 8, true>>(2, {2800, 3000, 360}));
+  to.push_back(instance<Config<In, kZeroPoints, false, 1, 2, 16, true>>(1, {2900, 740, 3600}));
   to.push_back(instance<Config<In, kZeroPoints, false, 2, 2, 8, true>>(2, {4000, 3550, 220}));
   to.push_back(instance<Config<In, kZeroPoints, true, 1, 2, 8, true>>(2, {2700, 5800, 840}));
 }

@@ -32,6 +32,7 @@ SUMS = "tests/ops/test_quantize_gpu.py::test_sums_of_what_shares_a_scale[float32
 ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
 BLOCKS = "tests/ops/test_block_scaled_mm_gpu.py::{}"
 BOTH_SIDES = "tests/ops/test_block_quantized_mm_gpu.py::{}"
+OF_FLOATS = "tests/ops/test_block_quantized_mm_floats_gpu.py::{}"
 EXPANDED = "tests/ops/test_expanded_mm_gpu.py::{}"
 CONVS = "tests/ops/test_conv_gpu.py::{}"
 TESTS = {
@@ -62,6 +63,10 @@ TESTS = {
         BOTH_SIDES.format("test_rows_of_whole_sixteens[few rows 8x16x512-5-33-4176-64]"),
         BOTH_SIDES.format("test_rows_of_whole_sixteens[few rows 16x32x1024-19-70-304-64]"),
         BOTH_SIDES.format("test_zero_points_of_whole_sixteens[few rows 8x32x2048-int-float32-256]"),
+    ],
+    "quantizing few rows": [
+        OF_FLOATS.format("test_is_the_reference[bfloat16-9-70-5136-256-8x32x1024]"),
+        OF_FLOATS.format("test_zero_points[False-False-128-16x32x1024]"),
     ],
     "quantize": [*(ROWS.format(cols) for cols in (100, 1000, 4096, 8200)), SUMS],
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
@@ -123,7 +128,9 @@ ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cuh"
 EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
 FP8_WEIGHTS = "block_scaled_mm/dequantize_fp8.cuh"
 EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
-WGMMA_OF_BLOCKS, FEW_ROWS_OF_BLOCKS = (f"block_quantized_mm/{name}.cuh" for name in ("wgmma_sm90", "few_rows"))
+WGMMA_OF_BLOCKS, FEW_ROWS_OF_BLOCKS, QUANTIZE_ROWS = (
+    f"block_quantized_mm/{name}.cuh" for name in ("wgmma_sm90", "few_rows", "quantize_rows")
+)
 BLOCK_SCALED, BLOCK_STEP, BLOCK_SOURCES, DEQUANTIZE, DIRECT = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "step", "sources", "dequantize", "direct")
 )
@@ -487,6 +494,20 @@ MUTANTS = [
         "    });\n    __syncthreads();\n",
         "    });\n",
     ),
+    Mutant(
+        "quantizing few rows: products before all is quantized",
+        FEW_ROWS_OF_BLOCKS,
+        "      quantize_a<C>(p, shared, l, first_m, first);\n      __syncthreads();\n",
+        "      quantize_a<C>(p, shared, l, first_m, first);\n",
+    ),
+    Mutant(
+        "quantizing few rows: rows beyond M", FEW_ROWS_OF_BLOCKS, "min(C::kTileM, p.m - first_m), p.k", "C::kTileM, p.k"
+    ),
+    Mutant(
+        "quantizing few rows: columns beyond K", QUANTIZE_ROWS, "ahead.row < rows && column < end", "ahead.row < rows"
+    ),
+    Mutant("quantizing few rows: the range of half a block", QUANTIZE_ROWS, "apart < lanes", "2 * apart < lanes"),
+    Mutant("quantizing few rows: sums of absent columns", QUANTIZE_ROWS, "if (!is_there) words = {0, 0};", ""),
     Mutant(
         "expanded: rows beyond N", EXPANSION, "min(first_n_ + i * kRowsAtOnce, n_ - 1)", "first_n_ + i * kRowsAtOnce"
     ),

@@ -1,5 +1,5 @@
-"""Kernels for few rows that quantize them on the way: int8 bit for bit as the reference; fp8 as a quantizer and a kernel
-for few rows, which adds in the same order.
+"""Kernels for few rows that quantize them on the way: int8 bit for bit as the reference; fp8 as a quantizer and another
+kernel for few rows, which adds in the same order.
 """
 
 import functools
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 F32, BF16, F16, F8 = np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
 SCHEME = W8A8(tile_size=64)
-TILES = ("8x32x1024", "8x64x1024", "16x32x1024")
+TILES = ("8x16x1024", "8x32x1024", "8x32x2048", "16x32x1024")
 
 
 @pytest.fixture
@@ -129,7 +129,8 @@ def test_a_quantizer_where_that_is_faster(on_reference):
         np.testing.assert_array_equal(jax.device_get(jax.jit(f)(x)), jax.device_get(on_reference(f, x)))
 
 
-def test_padded_columns(on_reference):
+def test_padded_columns(on_reference, only):
+    only("of floats")
     check(on_reference, "of floats scaled by block (by a formula, not measured), K padded", normal(3, 202), SCHEME, 24)
 
 
