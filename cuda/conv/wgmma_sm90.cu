@@ -113,6 +113,22 @@ __device__ void write_borders(Params const& p, typename C::Shared& shared, int f
   }
 }
 
+// For the math threads: the terms of the tile's rows, and of its columns by the last threads first.
+template <class C>
+__device__ void load_terms(Params const& p, typename C::Shared& shared, int l, int group, int first_m, int tile_m,
+                           int first_n, int tile_n) {
+  static_assert(C::kTileM <= kMathThreads && C::kTileN <= kMathThreads);
+  int const row = threadIdx.x, column = kMathThreads - 1 - threadIdx.x;
+  if (row < tile_m) {
+    int const m = first_m + row, image = p.window.image_of(m);
+    auto& terms = shared.rows[row];
+    terms.scale_a = p.epilogue.scale_a.load(l, image);
+    terms.azp = p.epilogue.azp.load(l, image);
+    terms.sums_a = p.epilogue.sums_a.load(l, m * p.groups + group);
+  }
+  if (column < tile_n) p.epilogue.load_column(l, first_n + column, shared.columns[column]);
+}
+
 template <class C>
 __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
     wgmma_conv_kernel(Params const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_a,
@@ -182,19 +198,7 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
       }
     }
     __syncwarp();
-    if (warp > kMathWarps) {
-      if (has_borders) write_borders<C>(p, shared, first_m, l, begin, end);
-      for (int i = lane; i < tile_m; i += 32) {
-        int const m = first_m + i, image = p.window.image_of(m);
-        auto& terms = shared.rows[i];
-        terms.scale_a = p.epilogue.scale_a.load(l, image);
-        terms.azp = p.epilogue.azp.load(l, image);
-        terms.sums_a = p.epilogue.sums_a.load(l, m * p.groups + group);
-      }
-      for (int i = lane; i < min(kTileN, end_n - first_n); i += 32) {
-        p.epilogue.load_column(l, first_n + i, shared.columns[i]);
-      }
-    }
+    if (warp > kMathWarps && has_borders) write_borders<C>(p, shared, first_m, l, begin, end);
     finish_stages<C>(shared, parts);
     return;
   }
@@ -210,8 +214,9 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   Tensor acc = partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});
   clear(acc);
   warpgroup_fence_operand(acc);
-  cudaGridDependencySynchronize();  // the output's scale is next, which comes by the time of the first products
+  cudaGridDependencySynchronize();  // what the end needs comes while the first stages are on their way
   FullOutput const output = p.epilogue.output.at(l);
+  load_terms<C>(p, shared, l, group, first_m, tile_m, first_n, min(kTileN, end_n - first_n));
   uint64_t* const ready = has_borders ? shared.bordered : shared.full;
   int stage = 0, phase = 0, before = -1;
 #pragma unroll 1

@@ -13,6 +13,7 @@ namespace jax_qmm::quantize {
 
 enum class Kind { kInt8, kInt8ZeroPoint, kFp8 };
 
+// NaN where one of both is; of zeros the largest is +0, the least -0.
 __host__ __device__ inline float max_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
   float result;
@@ -22,8 +23,15 @@ __host__ __device__ inline float max_nan(float a, float b) {
   return a != a || b != b ? NAN : fmaxf(a, b);
 #endif
 }
-
-__host__ __device__ inline float min_nan(float a, float b) { return -max_nan(-a, -b); }
+__host__ __device__ inline float min_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a != a || b != b ? NAN : fminf(a, b);
+#endif
+}
 
 // The largest absolute value seen, or the distances to which values reach above and below zero; at first 0. Their bit
 // patterns are ordered as unsigned integers are, NaN above infinity, so that one integer maximum reduces them.
@@ -118,17 +126,15 @@ struct Divisor {
 };
 
 // IEEE division of many values by any one, if what overflows or is minute need only do so: both sides are multiplied by
-// a power of two, and by the divisor's sign, which gives one that Divisor is quick for. Where that is not possible, a
-// Divisor gives what division does: by zero it finds an infinity or NaN, and by NaN that. By an infinity, 0 times a
-// value is divided by 1.
+// a power of two, and by the divisor's sign, which gives one that Divisor is quick for. Where that is not possible,
+// divide_quickly<false> gives what division does: by zero it finds an infinity or NaN, and by NaN that. By an infinity,
+// 0 times a value is divided by 1.
 struct AnyDivisor {
   float factor;
   Divisor of;
 
   __host__ __device__ explicit AnyDivisor(float s)
       : factor(copysignf(power(fabsf(s)), s)), of(fabsf(s) == INFINITY ? 1.0f : power(fabsf(s)) * fabsf(s)) {}
-
-  __host__ __device__ float divide(float x) const { return of.divide_quickly<false>(factor * x); }
 
  private:
   // Where it takes values beyond the range of floats, quotients are beyond that of 8 bits, or 0 in 8 bits.
@@ -142,8 +148,8 @@ struct AnyDivisor {
 template <Kind kind, bool kBounded>
 __host__ __device__ float shift(float quotient, float zero_point) {
   if constexpr (kind != Kind::kInt8ZeroPoint) return quotient;
-  // Adding 1.5 * 2^23 rounds to an integer, without the slow conversion unit.
-  if constexpr (kBounded) return (quotient + 0x1.8p23f) - 0x1.8p23f + zero_point;
+  // Adding 1.5 * 2^23 rounds to an integer, without the slow conversion unit. What is added next is an integer too.
+  if constexpr (kBounded) return (quotient + 0x1.8p23f) + (zero_point - 0x1.8p23f);
   return rintf(quotient) + zero_point;
 }
 

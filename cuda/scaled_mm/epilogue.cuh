@@ -96,7 +96,13 @@ struct OutputArg<true> {
     zero_point.prefetch(threads);
   }
   __device__ FullOutput of(float scale, int32_t zero_point) const {
-    return {dtype, activation, low, high, quantize::AnyDivisor(scale), float(zero_point)};
+    quantize::AnyDivisor const divisor(scale);
+    float reach = INFINITY;
+    if (bytes_of(dtype) == 1 && divisor.of.quick) {  // beyond it all saturates, with any zero point
+      reach = (fabsf(float(zero_point)) <= 0x1p21f ? 0x1p22f : 0x1p40f) * fabsf(scale);
+    }
+    auto const within = [&](float bound) { return fminf(fmaxf(bound, -reach), reach); };
+    return {dtype, activation, within(low), within(high), divisor, float(zero_point)};
   }
   __device__ FullOutput at(int l) const { return of(scale.load(l, 0), zero_point.load(l, 0)); }
 };
@@ -138,8 +144,9 @@ EpilogueArgs<kFull> epilogue_args(ScaledMm const& p) {
   each_term(fill, args, p, kAbsent);
   args.output.dtype = p.out_dtype;
   if constexpr (kFull) {
+    bool const clamps = p.activation == Activation::kClamp;
     args.output.activation = p.activation;
-    args.output.low = p.low, args.output.high = p.high;
+    args.output.low = clamps ? p.low : -INFINITY, args.output.high = clamps ? p.high : INFINITY;
     fill(args.output.scale, p.out_scale, 1.0f);
     fill(args.output.zero_point, p.out_zero_point, 0);
   }

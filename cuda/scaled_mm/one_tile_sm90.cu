@@ -90,6 +90,8 @@ struct Types {
   struct Shared {
     Terms<Full, OfTile> terms;
     uint64_t full[kMostStages], empty[kMostStages], added;
+    float out_scale;
+    int32_t out_zero_point;
   };
   // In place of the stages when all are multiplied; padded, so that the fragments' stores hit distinct banks.
   using Partial = Accumulator[Split * kShare][kN + (Swap ? 4 : 8)];
@@ -241,6 +243,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       }
     };
     each_term<std::is_same_v<Element, int8_t>>(copy, smem.terms, p.epilogue);
+    if constexpr (T::kFull) {
+      if (lane == 0) smem.out_scale = p.epilogue.output.scale.load(l, 0);
+      if (lane == 1) smem.out_zero_point = p.epilogue.output.zero_point.load(l, 0);
+    }
   } else {
     p.epilogue.prefetch(kMathThreads);
     Tensor fragments_x = thread.make_fragment_A(thread.partition_A(stages_x));
@@ -333,8 +339,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   };
   Terms<T::kFull, EachOf> of_columns;
   each_term(load_of_columns, of_columns, smem.terms);
-  if constexpr (T::kFull) cudaGridDependencySynchronize();  // these warps load the output's scale, and have not waited
-  auto const output = p.epilogue.output.at(l);
+  auto const output = p.epilogue.output.of(smem.out_scale, smem.out_zero_point);
   auto* const out =
       static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + first_n + column;
 #pragma unroll 4

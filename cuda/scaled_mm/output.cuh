@@ -74,7 +74,7 @@ __device__ inline float logistic_product(float y, float once, float cubed) {
 struct FullOutput {
   DType dtype;
   Activation activation;
-  float low, high;
+  float low, high;  // between which a clamp keeps its results, and quotients are kept in reach of `divide`
   quantize::AnyDivisor scale;
   float zero_point;
 
@@ -83,10 +83,13 @@ struct FullOutput {
     float y[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) y[i] = values[i];
-    activate(y);
-    if constexpr (sizeof(Out) == N) {
+    if (activation == Activation::kGelu || activation == Activation::kSilu) activate(y);
+    if (sizeof(Out) == N || activation == Activation::kClamp) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) y[i] = scale.divide(y[i]);
+      for (int i = 0; i < N; ++i) y[i] = quantize::max_nan(quantize::min_nan(y[i], high), low);
+    }
+    if constexpr (sizeof(Out) == N) {
+      divide(y);
       uint32_t words[(N + 3) / 4];
       if (dtype == DType::kF8E4M3) {
         convert_all<quantize::Kind::kFp8, true>(words, y);
@@ -113,25 +116,26 @@ struct FullOutput {
  private:
   template <int N>
   __device__ void activate(float (&y)[N]) const {
+    constexpr float kLog2e = 1.4426950408889634f;
+    constexpr float kOnce = -2.302208198144325f, kCubed = -0.1029432395800235f;
+    bool const gelu = activation == Activation::kGelu;
+    float const once = gelu ? kOnce : -kLog2e, cubed = gelu ? kCubed : 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = logistic_product(y[i], once, cubed);
+  }
+
+  // By the scale. Each branch is the same for all threads.
+  template <int N>
+  __device__ void divide(float (&y)[N]) const {
     auto const each = [&](auto f) {
 #pragma unroll
       for (int i = 0; i < N; ++i) y[i] = f(y[i]);
     };
-    switch (activation) {
-      case Activation::kNone:
-        return;
-      case Activation::kClamp:  // NaN stays. Two selections: one within the other would be a branch for each value.
-        return each([&](float x) {
-          float const capped = x > high ? high : x;
-          return x < low ? low : capped;
-        });
-      default: {
-        constexpr float kLog2e = 1.4426950408889634f;
-        constexpr float kOnce = -2.302208198144325f, kCubed = -0.1029432395800235f;
-        bool const gelu = activation == Activation::kGelu;
-        float const once = gelu ? kOnce : -kLog2e, cubed = gelu ? kCubed : 0.0f;
-        return each([&](float x) { return logistic_product(x, once, cubed); });
-      }
+    if (scale.factor != 1) each([&](float x) { return scale.factor * x; });
+    if (scale.of.quick) {
+      each([&](float x) { return scale.of.divide_quickly<true>(x); });
+    } else {
+      each([&](float x) { return scale.of.divide_quickly<false>(x); });
     }
   }
 

@@ -107,6 +107,7 @@ __device__ void write_rows_of(Params const& p, Output const& output, typename C:
   Terms<C::kFull, Value> of_columns[kEach];
 #pragma unroll
   for (int j = 0; j < kEach; ++j) of_columns[j] = shared.columns[column + j];
+  bool const has_zero_points = p.epilogue.has_zero_points();
   Bits* to = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + parts.first_row) * p.n + n;
 #pragma unroll kAtOnce
   for (int row = threadIdx.x / kAcross; row < parts.rows; row += kDown) {
@@ -117,7 +118,7 @@ __device__ void write_rows_of(Params const& p, Output const& output, typename C:
     for (int j = 0; j < kEach; ++j) {
       auto const pick = [](auto const& arg, auto of_row, auto of_column) { return arg.kOfRow ? of_row : of_column; };
       auto const terms = map_terms<Value>(pick, p.epilogue, shared.rows[parts.first_row + row], of_columns[j]);
-      sums[j] = subtract_zero_points(sums[j], terms);
+      if (!C::kFull || has_zero_points) sums[j] = subtract_zero_points(sums[j], terms);
       values[j] = scale(sums[j], terms);
     }
     Bits* const at = to + int64_t(row) * p.n;

@@ -35,7 +35,9 @@ NAMED = {
 def activate(y, activation):
     """`activation` of the float32 array `y`.
 
-    A clamp is exact and keeps NaN. gelu and silu are off the exact function of y by less than 2^-20 |y|, here and in
+    A clamp is exact and keeps NaN; of two zeros it gives the bound at `low`, and y at `high`.
+
+    gelu and silu are off the exact function of y by less than 2^-20 |y|, here and in
     the kernels: with q = exp(-x) the result y / (1 + q) is off by the relative error of q times q / (1 + q), of which
     1 / (1 + q) scales the whole, and by those of the sum and the division. exp and the division are within 2 ulp,
     2^-22 of their values, the sum within 2^-24, and gelu's x = 2u, computed in seven roundings, within 7 * 2^-24 of
@@ -47,7 +49,7 @@ def activate(y, activation):
     [0.0, 2.0, 6.0]
     """
     if activation.name == "clamp":
-        return jnp.where(y < activation.low, activation.low, jnp.where(y > activation.high, activation.high, y))
+        return jnp.where(y <= activation.low, activation.low, jnp.where(y > activation.high, activation.high, y))
     if activation.name == "silu":
         return y / (1 + jnp.exp(-y))
     return y / (1 + jnp.exp(-_gelu_exponent(y))) if activation.name == "gelu" else y

@@ -72,7 +72,7 @@ def activated(y, activation):
         return y
     low, high = {"relu": (0, np.inf), "relu6": (0, 6), "gelu": (0, 0), "silu": (0, 0)}.get(activation, activation)
     if not isinstance(activation, str) or activation.startswith("relu"):
-        return np.where(y < np.float32(low), np.float32(low), np.where(y > np.float32(high), np.float32(high), y))
+        return np.where(y <= np.float32(low), np.float32(low), np.where(y > np.float32(high), np.float32(high), y))
     y = y.astype(np.float64)
     gelu = activation == "gelu"
     return (0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3) if gelu else y / 2))).astype(np.float32)

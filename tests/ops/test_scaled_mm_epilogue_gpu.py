@@ -62,7 +62,7 @@ def float32_result(oracle, a, b, vectors):
 
 
 def clamp(y, low, high):
-    return np.where(y < np.float32(low), np.float32(low), np.where(y > np.float32(high), np.float32(high), y))
+    return np.where(y <= np.float32(low), np.float32(low), np.where(y > np.float32(high), np.float32(high), y))
 
 
 def rounded(y, vectors, out_dtype):
@@ -227,11 +227,12 @@ def test_empty_dimensions(oracle, shape, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", [np.int8, E4M3])
 @pytest.mark.parametrize(
-    "dtype, out_scale",
-    [(np.float32, scale) for scale in (0.37, -2.0, 1e-30, 1e30, 1e-40, np.inf, np.nan, 0.0)]
-    + [(dtype, scale) for dtype in (BF16, np.float16) for scale in (0.37, 1e-7)],
+    "dtype, out_scale, bounds",
+    [(np.float32, scale, ()) for scale in (0.37, -2.0, 1e-30, 1e30, 1e-40, np.inf, np.nan, 0.0)]
+    + [(np.float32, scale, bounds) for scale in (0.37, -2.0, 1e-40, 0.0) for bounds in ((-3, 5), (1e20, 1e30))]
+    + [(dtype, scale, ()) for dtype in (BF16, np.float16) for scale in (0.37, 1e-7)],
 )
-def test_8_bit_outputs_of_odd_values(extension, gpu, out_dtype, out_scale, dtype):
+def test_8_bit_outputs_of_odd_values(extension, gpu, out_dtype, out_scale, dtype, bounds):
     """Every step, ties between two, and what is no number, as quantizing the float result has them."""
     steps = np.concatenate([np.arange(-300, 300, 0.5), np.geomspace(1e-6, 1e8, 200), -np.geomspace(1e-6, 1e8, 200)])
     with np.errstate(all="ignore"):
@@ -243,12 +244,25 @@ def test_8_bit_outputs_of_odd_values(extension, gpu, out_dtype, out_scale, dtype
     vectors = {"bias": y[None], "out_scale": np.full((1, 1), out_scale)}
     if out_dtype == np.int8:
         vectors["out_zero_point"] = np.int32([[3]])
-    want = np.broadcast_to(rounded(y, vectors, out_dtype), (2, len(y)))
+    want = np.broadcast_to(rounded(clamp(y, *bounds) if bounds else y, vectors, out_dtype), (2, len(y)))
     for words in choices(extension, gpu, *shape, np.int8, out_dtype):
-        got = call(a, b, vectors, out_dtype)[0]
+        got = call(a, b, vectors, out_dtype, *(["clamp", *bounds] if bounds else []))[0]
         nan = np.isnan(want.astype(np.float32))
         np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nan, words)
         assert_same(got[~nan], want[~nan], words)
+
+
+@pytest.mark.parametrize("out_dtype", [np.float32, BF16, E4M3])
+def test_clamps_of_zeros(extension, gpu, out_dtype):
+    """The lower bound is +0, also for -0, and at the upper one zeros keep their sign."""
+    a, b = np.zeros((1, 2, 16), np.int8), np.zeros((1, 16, 16), np.int8)
+    vectors = {"scale_a": np.full((1, 2), -1, np.float32), "out_scale": np.ones((1, 1), np.float32)}
+    if np.dtype(out_dtype).itemsize > 1:
+        del vectors["out_scale"]
+    for words in choices(extension, gpu, 2, 16, 16, np.int8, out_dtype):
+        for bounds, zero in (((0, 6), 0.0), ((-6, 0), -0.0)):
+            got = call(a, b, vectors, out_dtype, "clamp", *bounds)[0]
+            assert_same(got, np.full((2, 16), zero, out_dtype), f"{words}, {bounds}")
 
 
 @pytest.mark.parametrize("zero_point", [2**21, -(2**21), 2**21 + 1, -(2**21) - 1, -(2**30)])
