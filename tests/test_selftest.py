@@ -159,30 +159,24 @@ def test_a_wrong_kernel_with_weights_in_blocks_is_found(extension, monkeypatch, 
     assert extension.only == ""
 
 
-def test_a_wrong_kernel_of_blocks_on_both_sides_is_found(extension, monkeypatch):
+@pytest.mark.parametrize(
+    "table, name, found",
+    [
+        ("BLOCK_KINDS", "block_scaled_mm", "int8, zero points"),
+        ("FLOAT_KINDS", "matmul", "float32 quantized to int8, zero points"),
+    ],
+)
+def test_a_wrong_kernel_of_blocks_on_both_sides_is_found(extension, monkeypatch, table, name, found):
     """int8 has no tolerance, fp8 that of its sums."""
-    only(monkeypatch, "BLOCK_KINDS")
-    op = jax_qmm.block_scaled_mm
+    only(monkeypatch, table)
+    op = getattr(jax_qmm, name)
     spoiled = lambda x, w, **options: op(x, w, **options).at[0, 3].mul(1 + (extension.only == "narrow") * 2.0**-16)
-    monkeypatch.setattr(jax_qmm, "block_scaled_mm", spoiled)
+    monkeypatch.setattr(jax_qmm, name, spoiled)
     monkeypatch.setattr(jax, "jit", lambda function: function)  # each kernel is a program here
     results, _ = selftest.run(extension, GPU)
     wrong = [result for result in results if result.wrong]
     assert [(result.op, result.kernel, result.wrong) for result in wrong] == [
-        ("blocks on both sides, int8, zero points", "narrow", 1)
-    ]
-
-
-def test_a_wrong_kernel_that_quantizes_is_found(extension, monkeypatch):
-    only(monkeypatch, "FLOAT_KINDS")
-    op = jax_qmm.matmul
-    spoiled = lambda x, w, **options: op(x, w, **options).at[0, 3].mul(1 + (extension.only == "narrow") * 2.0**-16)
-    monkeypatch.setattr(jax_qmm, "matmul", spoiled)
-    monkeypatch.setattr(jax, "jit", lambda function: function)  # each kernel is a program here
-    results, _ = selftest.run(extension, GPU)
-    wrong = [result for result in results if result.wrong]
-    assert [(result.op, result.kernel, result.wrong) for result in wrong] == [
-        ("blocks on both sides, float32 quantized to int8, zero points", "narrow", 1)
+        (f"blocks on both sides, {found}", "narrow", 1)
     ]
 
 

@@ -64,10 +64,9 @@ __device__ T of_lanes(T value, int lanes, Combine const& combine) {
   return value;
 }
 
-// Quantizes columns [first, end) of rows of k floats, with a scale for each 2^log2_block of them, both ends multiples
-// of
-// 8. Calls keep_values(row, column - first, words) with 8 values side by side, beyond the end with zeros for all of a
-// piece, and keep_block(row, (column - first) / block, ...) with what each block has.
+// Quantizes columns [first, end) of rows of k floats, with a scale for each 2^log2_block of them. Both ends are
+// multiples of 8. Calls keep_values(row, column - first, words) with 8 values side by side, beyond the end with zeros
+// for all of a piece, and keep_block(row, (column - first) / block, ...) with what each block has.
 template <quantize::Kind kind, bool kSums, int kWarps, class In, class KeepValues, class KeepBlock>
 __device__ void quantize_rows(In const* x, int rows, int k, int first, int end, int log2_block,
                               KeepValues const& keep_values, KeepBlock const& keep_block) {

@@ -214,11 +214,17 @@ def _quantized(operands, names, block, symmetric, quantize):
 
 def _prepared(devices, operands, *, names, block, symmetric, **params):
     """With an a of floats quantized, where no kernel is faster that does so itself."""
-    if "scale_a" not in names:
-        product = _product(operands, names=names, block=block, symmetric=symmetric, **params)
-        if product is None or not _extension.quantizes_in_product(devices, product):
-            operands, names = _quantized(operands, names, block, symmetric, DYNAMIC.kernel)
+    if not _stays(devices, operands, names=names, block=block, symmetric=symmetric, **params):
+        operands, names = _quantized(operands, names, block, symmetric, DYNAMIC.kernel)
     return operands, dict(params, names=names, block=block, symmetric=symmetric)
+
+
+def _stays(devices, operands, *, names, **params):
+    """Whether kernels on these devices are to take a as it is: in 8 bits, or as floats that one of them quantizes."""
+    if "scale_a" in names:
+        return True
+    product = _product(operands, names=names, **params)
+    return product is not None and _extension.quantizes_in_product(devices, product)
 
 
 def _unserved(platform, devices, operands, *, num_batch, block, **params):
@@ -248,11 +254,11 @@ def _describe(operands, results, *, names, block, symmetric, activation, **param
 def _choice(operands, results, *, names, **params):
     *_, k = matmul_form.sizes(operands, params["num_batch"])
     at_each_call = [f"K padded to {_padded(k)}"] if k % _ALIGNED else []
-    product, (_, devices) = _product(operands, names=names, **params), _extension.default_devices()
-    if "scale_a" not in names and not (product and _extension.quantizes_in_product(devices, product)):
+    _, devices = _extension.default_devices()
+    if not _stays(devices, operands, names=names, **params):
         at_each_call = ["a quantized by a kernel of its own", *at_each_call]
-        params["symmetric"], names = True, ("scale_a", *names, *([] if params["symmetric"] else ["zero_point_a"]))
-        product = _product(operands, names=names, **params)
+        names = ("scale_a", *([] if params["symmetric"] else ["zero_point_a"]), *names)
+    product = _product(operands, names=names, **params)
     if product is None:
         kernel = "kernel, chosen at run time: the shapes are symbolic"
     else:

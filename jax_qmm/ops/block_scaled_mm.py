@@ -243,8 +243,10 @@ def _describe(operands, results, *, names, num_batch, qtype, packed, block, acti
 
 def _prepared(devices, operands, **params):
     """With float8 x as float16, which has all of its values, where no kernel multiplies float8 faster."""
-    x, *others = operands
-    return operands if _stays(devices, operands, **params) else [x.astype(jnp.float16), *others], params
+    if not _stays(devices, operands, **params):
+        x, *others = operands
+        operands = [x.astype(jnp.float16), *others]
+    return operands, params
 
 
 def _stays(devices, operands, **params):
