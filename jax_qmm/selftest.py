@@ -303,7 +303,8 @@ def check_quantizing_mm(kernels, gpu, a_dtype: str, kind: tuple[str, int, bool])
     a = rng.standard_normal((m, k), np.float32).astype(jnp.dtype(a_dtype))
     b = (30 * rng.standard_normal((n, k), np.float32)).astype(jnp.dtype(dtype))
     scale = rng.uniform(-2, 2, (n, of_k)).astype("f")
-    w, scheme = jax_qmm.QArray(b, scale, tile_size=block), jax_qmm.W8A8(dtype, tile_size=block, symmetric=symmetric)
+    w = jax_qmm.QArray(jnp.asarray(b), jnp.asarray(scale), tile_size=block)
+    scheme = jax_qmm.W8A8(dtype, tile_size=block, symmetric=symmetric)
     with jax.default_device(jax.devices("cpu")[0]):
         static: Any = {"names": ("scale_b",), "num_batch": 0, "block": block, "shared_b": 1, "symmetric": symmetric}
         static |= {"activation": activations.NONE, "out_dtype": jnp.float32}
