@@ -72,13 +72,17 @@ BLOCK_N, BLOCK_K, BLOCK_ROWS = 264, 1168, (7, 133)
 FLOAT_KINDS = (("int8", 32, True), ("int8", 64, True), ("int8", 128, False), ("float8_e4m3fn", 128, True))
 FLOAT_ROWS = 11
 
-# Convolutions: channels of a group, groups, output channels. Copies are of 16, 8 and 4 bytes; the last are depthwise.
-CONVOLUTIONS = ((16, 1, 133), (24, 1, 72), (20, 3, 15), (3, 1, 64), (1, 144, 144), (1, 20, 20))
-CONV_IMAGES, CONV_IMAGE, CONV_OUTPUTS = 3, (17, 19), ("bfloat16", "float32", "int32", "int8")
-
 # Windows of convolutions; and images, outputs and blocks, which end within taps, where weights have them.
-TAPS, STRIDES, DILATION, PADDING = (3, 2), (2, 1), (1, 2), ((1, 2), (0, 1))
+TAPS, STRIDES, DILATION, PADDING = WINDOW = (3, 2), (2, 1), (1, 2), ((1, 2), (0, 1))
 IMAGES, WINDOW_OUTPUTS, WINDOW_BLOCK = (3, 9, 7, 24), 133, 32
+
+# Convolutions: channels of a group, groups, output channels, and the window. Copies are of 16, 8 and 4 bytes; depthwise
+# square windows have kernels of their own.
+CONVOLUTIONS = (
+    *((*sizes, *WINDOW) for sizes in ((16, 1, 133), (24, 1, 72), (20, 3, 15), (3, 1, 64), (1, 144, 144), (1, 20, 20))),
+    *((1, 20, 20, (t,) * 2, (stride,) * 2, (1, 1), PADDING) for t, stride in ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))),
+)
+CONV_IMAGES, CONV_IMAGE, CONV_OUTPUTS = 3, (17, 19), ("bfloat16", "float32", "int32", "int8")
 
 # Rows of x beside int4 weights that become int8: few, which all kernels of expanded_mm serve, and more than a tile's.
 EXPANDED_ROWS = (7, 133)
@@ -376,20 +380,22 @@ def check_expanded_mm(kernels, gpu, m: int) -> Iterator[Result]:
             yield Result(op, kernel, f"M {m}, N {n}, K {k}, blocks of {block}", int((out != want).sum()))
 
 
-def check_conv(kernels, gpu, channels: int, groups: int, out: int) -> Iterator[Result]:
+def check_conv(
+    kernels, gpu, channels: int, groups: int, out: int, taps, strides, dilation, padding
+) -> Iterator[Result]:
     """Runs every kernel that serves a convolution, with each dtype of the result, bit for bit as the reference."""
     rng = np.random.default_rng(channels)
     int8 = lambda *shape: jnp.asarray(rng.integers(-128, 128, shape, np.int8))
-    lhs, rhs = int8(CONV_IMAGES, *CONV_IMAGE, channels * groups), int8(out, *TAPS, channels)
+    lhs, rhs = int8(CONV_IMAGES, *CONV_IMAGE, channels * groups), int8(out, *taps, channels)
     vectors = {
         "zero_point_lhs": int8(CONV_IMAGES),
         "zero_point_rhs": int8(out).astype(jnp.int32),
         "scale_lhs": jnp.asarray(rng.uniform(0.5, 2, CONV_IMAGES).astype("f")),
         "scale_rhs": jnp.asarray(rng.uniform(0.5, 2, out).astype("f")),
     }
-    window = Window(STRIDES, PADDING, (1, 1), DILATION, groups)
-    image, taps, pixels = ((1, *sizes) for sizes in (CONV_IMAGE, TAPS, window.out_shape(CONV_IMAGE, TAPS)))
-    moves = (1, *STRIDES), (0, *(before for before, _ in PADDING)), (1, *DILATION)
+    window = Window(strides, padding, (1, 1), dilation, groups)
+    in_three = [(1, *sizes) for sizes in (CONV_IMAGE, taps, window.out_shape(CONV_IMAGE, taps))]
+    moves = (1, *strides), (0, *(before for before, _ in padding)), (1, *dilation)
     for dtype in CONV_OUTPUTS:
         output = (
             {"out_scale": jnp.float32(3000), "out_zero_point": jnp.int32(OUT_ZERO_POINT)} if dtype == "int8" else {}
@@ -402,11 +408,11 @@ def check_conv(kernels, gpu, channels: int, groups: int, out: int) -> Iterator[R
             on_cpu = jax.device_put((lhs, rhs, given), jax.devices("cpu")[0])
             want = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))(*on_cpu)
         run = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params))
-        problem = (1, CONV_IMAGES, channels, out, groups, image, taps, pixels, *moves, dtype)
+        problem = (1, CONV_IMAGES, channels, out, groups, *in_three, *moves, dtype)
         choices = kernels.ConvProblem(*problem).choices(gpu)
         for words, got in _by_each(kernels.restrict_conv, choices, lambda: run(lhs, rhs, given)):
             wrong = int((_bits(got) != _bits(np.asarray(want))).sum())
-            shape = f"{channels} x {groups} channels to {out}"
+            shape = f"{channels} x {groups} channels to {out}, window {taps}"
             yield Result(f"conv, int8 to {dtype}", _extension.as_compiled(kernels, words, gpu), shape, wrong)
 
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "conv/depthwise.cuh"
 #include "conv/instances.h"
 #include "conv/window.cuh"
 #include "core/launch.cuh"
@@ -70,14 +71,11 @@ struct Shared {
 
 // Adds products of four taps, whose words have four channels, to the sums of these.
 __device__ void multiply(int32_t (&acc)[4], uint32_t const (&taps)[4], uint4 weights) {
-  uint32_t const first[] = {__byte_perm(taps[0], taps[1], 0x5140), __byte_perm(taps[0], taps[1], 0x7362)};
-  uint32_t const last[] = {__byte_perm(taps[2], taps[3], 0x5140), __byte_perm(taps[2], taps[3], 0x7362)};
+  uint32_t words[4];
+  transpose(taps, words);
   uint32_t const of_channel[] = {weights.x, weights.y, weights.z, weights.w};
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    uint32_t const word = __byte_perm(first[c / 2], last[c / 2], c % 2 == 0 ? 0x5410 : 0x7632);
-    acc[c] = __dp4a(int(word), int(of_channel[c]), acc[c]);
-  }
+  for (int c = 0; c < 4; ++c) acc[c] = __dp4a(int(words[c]), int(of_channel[c]), acc[c]);
 }
 
 // A thread's part of a row of the output: its sums, four words of channels or one.

@@ -23,6 +23,7 @@ struct Instance {
 
 // In a source for each.
 void add_implicit_gemm(std::vector<Instance>& to);
+void add_depthwise_square(std::vector<Instance>& to);
 void add_depthwise(std::vector<Instance>& to);
 void add_wgmma(std::vector<Instance>& to);
 

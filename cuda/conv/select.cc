@@ -15,6 +15,7 @@ std::vector<Instance> const& instances() {
   static std::vector<Instance> const all = [] {
     std::vector<Instance> found;
     add_implicit_gemm(found);
+    add_depthwise_square(found);
     add_depthwise(found);
 #ifdef JAX_QMM_SM90
     add_wgmma(found);
@@ -78,7 +79,7 @@ double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
   double const image_bytes = double(p.image[0]) * p.image[1] * p.image[2] * p.channels * p.groups;
   double const out_bytes = double(p.m) * p.n * bytes_of(p.out_dtype);
   double const from_memory = p.batch * (p.images * image_bytes + double(p.n) * p.k + out_bytes) / gpu.copy_rate;
-  if (i.is_depthwise) return from_memory;  // the table has those with more channels first
+  if (i.is_depthwise) return from_memory;  // the table has the fastest first
   return std::max(i.wgmma ? estimate_wgmma(i, p, gpu) : estimate_portable(i, p, gpu), from_memory);
 }
 

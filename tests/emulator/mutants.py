@@ -91,6 +91,10 @@ TESTS = {
         CONVS.format("test_parts_of_k[channels of several stages-wgmma 128x64x128 split-K 4]"),
     ],
     "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 144)],
+    "squares": [
+        CONVS.format(f"test_sums_of_squares[(127, None)-{name}]")
+        for name in ("3x3, 132 channels", "3x3 stride 2, uneven", "5x5", "7x7, small image")
+    ],
     "expanded": [
         EXPANDED.format(f"test_shapes[{name}-1-9-33-2080-64-True]")
         for name in (
@@ -121,7 +125,7 @@ class Mutant:
 
 GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
 QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "conv/implicit_gemm.cu"
-WINDOWS, DEPTHWISE = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise"))
+WINDOWS, DEPTHWISE, SQUARES = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise", "depthwise_square"))
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 WRITE_ROWS = "scaled_mm/write_rows.cuh"
 ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cuh"
@@ -321,6 +325,15 @@ MUTANTS = [
     Mutant("depthwise: weights beyond the last tap", DEPTHWISE, "tap < p.taps && first", "first"),
     Mutant("depthwise: no barrier before what is shared is read", DEPTHWISE, "  __syncthreads();\n"),
     Mutant("depthwise: 16 channels everywhere", DEPTHWISE, "uintptr_t(p.n)) %", "0) %"),
+    Mutant("squares: one tile too many", SQUARES, "if (tile >= p.tiles) return;", "if (tile > p.tiles) return;"),
+    Mutant("squares: channels beyond the last", SQUARES, "  if (first_channel >= p.n) return;\n"),
+    Mutant("squares: no barrier before what is shared is read", SQUARES, "  __syncthreads();\n"),
+    Mutant("squares: pixels right of the image", SQUARES, "? has_lines : 0", "? has_lines : has_lines"),
+    Mutant("squares: lines below the image", SQUARES, "min(max(y, 0), p.height - 1)", "max(y, 0)"),
+    Mutant(
+        "squares: results right of the last", SQUARES, "first_x + x < p.pixels_across", "first_x + x <= p.pixels_across"
+    ),
+    Mutant("squares: weights of the line above", SQUARES, "4 * w + i - q * C::kStride", "4 * w + i"),
     Mutant("conv by wgmma: no wait for borders", WINDOWS, "has_borders ? shared.bordered : shared", "shared"),
     Mutant("conv by wgmma: borders without a fence", WINDOWS, "    cutlass::arch::fence_view_async_shared();\n"),
     Mutant(

@@ -61,8 +61,9 @@ def test_k_is_split_over_no_more_parts_than_it_has_steps(served_by):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(), "depthwise 16 channels"),
-        (dict(n=20, groups=20), "depthwise 4 channels"),
+        (dict(), "depthwise 3x3"),
+        (dict(dilation=(1, 2, 2)), "depthwise 16 channels"),
+        (dict(dilation=(1, 2, 2), n=20, groups=20), "depthwise 4 channels"),
     ],
     ids=str,
 )

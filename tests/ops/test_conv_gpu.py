@@ -67,6 +67,29 @@ DEPTHWISE = {
 }
 
 
+def square(image, taps, stride, padding=None, **sizes):
+    padding = padding or ((taps // 2, taps // 2),) * 2
+    return case(image, (taps, taps), (stride, stride), padding, channels=1, out=1, **sizes)
+
+
+# Each channel by itself, by the windows that have kernels of their own, whose tiles of 4 by 1 or 2 outputs end within
+# the image or beyond it; channels as above.
+SQUARES = {
+    "3x3": square((9, 7), 3, 1, groups=4, images=3),
+    "3x3, 144 channels": square((6, 8), 3, 1, groups=144),
+    "3x3, 132 channels": square((3, 2), 3, 1, groups=132),
+    "3x3, cut": square((9, 10), 3, 1, ((-1, 0), (-2, -1)), groups=4),
+    "3x3, wide padding": square((2, 3), 3, 1, ((5, 4), (4, 6)), groups=20),
+    "3x3, many tiles": square((70, 66), 3, 1, groups=48, images=2),
+    "3x3 stride 2": square((9, 12), 3, 2, groups=20, images=3),
+    "3x3 stride 2, uneven": square((8, 7), 3, 2, ((0, 1), (2, -1)), groups=48),
+    "5x5": square((9, 7), 5, 1, groups=20, images=3),
+    "5x5 stride 2": square((9, 12), 5, 2, groups=20, images=3),
+    "7x7": square((9, 7), 7, 1, groups=20, images=3),
+    "7x7, small image": square((2, 3), 7, 1, groups=4),
+}
+
+
 def id_of(words):
     return words.replace("sm80 ", "").replace("sm90 ", "").replace("implicit GEMM ", "").replace(" int8", "")
 
@@ -78,6 +101,14 @@ def tile(request, extension):
         request.getfixturevalue("has_wgmma")
     extension.restrict_conv(request.param)
     yield request.param
+    extension.restrict_conv("")
+
+
+@pytest.fixture
+def general(extension):
+    """Has no depthwise convolution take a kernel of square windows."""
+    extension.restrict_conv("channels int8")
+    yield "depthwise"
     extension.restrict_conv("")
 
 
@@ -152,12 +183,31 @@ def test_groups_of_few_channels_become_one(on_reference, tile):
 
 @pytest.mark.parametrize("name", DEPTHWISE)
 @pytest.mark.parametrize("zero_points", [(None, None), ("each", "each"), (127, None), (None, -128)], ids=str)
-def test_sums_of_each_channel(on_reference, name, zero_points):
+def test_sums_of_each_channel(on_reference, general, name, zero_points):
     c = DEPTHWISE[name]
     lhs, rhs = operands(c, *zero_points)
-    words = f"depthwise {16 if c.groups % 16 == 0 else 4} channels"
+    words = f"{general} {16 if c.groups % 16 == 0 else 4} channels"
     got = check(on_reference, c, lhs, rhs, kernel=words, out_dtype=jnp.int32)
     np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
+
+
+@pytest.mark.parametrize("name", SQUARES)
+@pytest.mark.parametrize("zero_points", [(None, None), ("each", "each"), (127, None), (None, -128)], ids=str)
+def test_sums_of_squares(on_reference, name, zero_points):
+    c = SQUARES[name]
+    lhs, rhs = operands(c, *zero_points)
+    got = check(on_reference, c, lhs, rhs, kernel=f"depthwise {name.partition(',')[0]} int8", out_dtype=jnp.int32)
+    np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
+
+
+@pytest.mark.parametrize("name", ["3x3", "3x3 stride 2", "7x7"])
+@pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
+def test_outputs_of_squares(on_reference, name, out_dtype):
+    c = SQUARES[name]
+    output = dict(out_scale=0.05) if out_dtype in (np.int8, F8) else {}
+    output |= dict(out_zero_point=-7, activation=(-1, 3)) if out_dtype == np.int8 else {}
+    bias = jnp.asarray(np.linspace(-1, 1, c.groups, dtype=F32))
+    check(on_reference, c, *operands(c, "each"), bias, None, "depthwise", out_dtype=out_dtype, **output)
 
 
 @pytest.mark.parametrize("zero_l", [None, -128, 127, "each"])
@@ -208,12 +258,12 @@ def test_groups_end_within_whole_stores(on_reference, tile, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
 @pytest.mark.parametrize("groups", [20, 32])
-def test_outputs_of_each_channel(on_reference, groups, out_dtype):
+def test_outputs_of_each_channel(on_reference, general, groups, out_dtype):
     c = case((6, 5), (3, 3), padding=SAME, channels=1, out=1, groups=groups, images=3)
     output = dict(out_scale=0.05) if out_dtype in (np.int8, F8) else {}
     output |= dict(out_zero_point=-7) if out_dtype == np.int8 else {}
     bias = jnp.asarray(np.linspace(-1, 1, groups, dtype=F32))
-    check(on_reference, c, *operands(c, "each"), bias, None, "depthwise", out_dtype=out_dtype, **output)
+    check(on_reference, c, *operands(c, "each"), bias, None, general, out_dtype=out_dtype, **output)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
