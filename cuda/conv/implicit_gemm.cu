@@ -64,11 +64,18 @@ class Windows {
   static constexpr int kChunks = C::kTileK / 16, kRowsAtOnce = C::kThreads / kChunks, kCopies = C::kTileM / kRowsAtOnce;
   static constexpr int kApart = kRowsAtOnce * C::kTileK;
 
-  // Each may be of another tap.
+  // Each may be of another tap; those behind the last one are not looked up.
   template <int Bytes>
   __device__ void copy_in_parts(uint32_t to, int k, int k_end) const {
 #pragma unroll 1
-    for (int part = 0; part < 16; part += Bytes) copy_part<Bytes>(to + part, k + part, k_end);
+    for (int part = 0; part < 16; part += Bytes) {
+      if (k + part < k_end) {
+        copy_part<Bytes>(to + part, k + part, k_end);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) store<Bytes>(to + part + i * kApart, 0);
+      }
+    }
   }
 
   template <int Bytes>

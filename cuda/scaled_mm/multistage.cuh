@@ -225,12 +225,14 @@ __device__ void sum_products(Params const& p, Place<C> const& at, uint32_t stage
   };
 
   // Without branches, so that copies and loads stand among the products that they are not to delay. Behind the last K
-  // tile the copies only write zeros.
+  // tile copies of 16 bytes only write zeros, others nothing.
   auto const main_loop = [&](auto whole) {
     auto const copy_stage = [&](int stage, int k) {
       uint32_t const to = stages + stage * C::kStageBytes;
-      from_a.template copy<whole()>(to, k, at.k_end);
-      from_b.template copy<whole()>(to + C::kTileM * C::kTileK, k, at.k_end);
+      if (whole() || k < at.k_end) {  // shorter copies take too many instructions to make zeros of
+        from_a.template copy<whole()>(to, k, at.k_end);
+        from_b.template copy<whole()>(to + C::kTileM * C::kTileK, k, at.k_end);
+      }
       copy_more(k);
       commit_copies();
     };
