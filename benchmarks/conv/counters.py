@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 IMAGES = 8  # of the times
 # By their datasheets: warp instructions a second at boost clock, 8-bit operations a second, bytes a second.
 GPUS = {"A100": (108 * 4 * 1.41e9, 624e12, 2.04e12), "H200": (132 * 4 * 1.98e9, 1979e12, 4.8e12)}
-LAYERS = (56, 64, 64), (56, 256, 64, 1), (224, 3, 64, 7, 2), (56, 144, 144, 3, 1, 144)
+LAYERS = (56, 64, 64), (56, 256, 64, 1), (224, 3, 64, 7, 2), (224, 3, 32, 3, 2), (56, 144, 144, 3, 1, 144)
 
 
 def run(sizes):
