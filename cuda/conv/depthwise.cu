@@ -14,8 +14,7 @@
 namespace jax_qmm::conv {
 namespace {
 
-constexpr int kThreads = 128, kPixels = 2;  // pixels: of a thread
-constexpr int kMostChannels = 128;          // of a block
+constexpr int kPixels = 2;  // of a thread
 
 struct Params {
   uint8_t const* lhs;
@@ -181,11 +180,7 @@ cudaError_t prepare(bool& fits) {
 template <int kWords>
 cudaError_t launch(Conv const& problem, Submit const& submit) {
   constexpr int kChannels = 4 * kWords;  // of a thread
-  // Threads for a pixel: fewer where less of the last block would be idle, as with 144 channels.
-  int log2_threads = 0;
-  auto const covered = [&](int log2) { return ceil_div(problem.n, kChannels << log2) << log2; };
-  while (kChannels << log2_threads < std::min(problem.n, kMostChannels)) ++log2_threads;
-  while (log2_threads > 1 && covered(log2_threads - 1) < covered(log2_threads)) --log2_threads;
+  int const log2_threads = log2_threads_of(problem.n, kChannels);
   int const channels = kChannels << log2_threads;
   int const taps = problem.taps[0] * problem.taps[1] * problem.taps[2];
   unsigned const blocks_m = unsigned(ceil_div(problem.m, kPixels * (kThreads >> log2_threads)));

@@ -14,9 +14,6 @@
 namespace jax_qmm::conv {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kMostChannels = 128;  // of a block
-
 template <class T>
 struct alignas(16) Four {
   T of[4];
@@ -222,11 +219,7 @@ template <class C>
 cudaError_t launch(Conv const& problem, Submit const& submit) {
   Gpu const* gpu;
   if (cudaError_t const error = current_gpu(gpu)) return error;
-  // Threads for a tile: fewer where less of the last block would be idle, as with 144 channels.
-  int log2_threads = 0;
-  auto const covered = [&](int log2) { return ceil_div(problem.n, 4 << log2) << log2; };
-  while (4 << log2_threads < std::min(problem.n, kMostChannels)) ++log2_threads;
-  while (log2_threads > 1 && covered(log2_threads - 1) < covered(log2_threads)) --log2_threads;
+  int const log2_threads = log2_threads_of(problem.n, 4);
   Window const window(problem);
   int const down = int(ceil_div(problem.pixels[1], C::kDown)), across = int(ceil_div(problem.pixels[2], C::kAcross));
   int const tiles = problem.images * down * across;
