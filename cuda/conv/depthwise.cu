@@ -1,7 +1,6 @@
 // Convolutions of each channel by itself: bound by memory, so without tensor cores. A thread has 4 or 16 channels that
 // lie side by side, of one pixel after the other. Bytes of four taps, of four channels each, become a word for each
 // channel, which dp4a multiplies by a word of weights.
-#include <algorithm>
 #include <type_traits>
 
 #include "conv/depthwise.cuh"

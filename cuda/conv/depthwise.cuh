@@ -8,8 +8,7 @@
 
 namespace jax_qmm::conv {
 
-constexpr int kThreads = 128;       // of a block
-constexpr int kMostChannels = 128;  // of a block
+constexpr int kThreads = 128, kMostChannels = 128;  // of a block
 
 // The logarithm of how many threads, of so many channels each, have all of one place's: fewer where less of the last
 // block would be idle, as with 144.

@@ -1,4 +1,4 @@
-// Convolutions of each channel by itself, by square windows of 3, 5 and 7: bound by memory, so without tensor cores. A
+// Convolutions of each channel by itself, by square windows of 3, 5 and 7, which leave tensor cores nothing to share. A
 // thread has 4 channels that lie side by side, of a tile of output pixels. Bytes of four pixels below each other, of
 // four channels each, become a word for each channel, which dp4a multiplies by a word of weights: for every window that
 // has them, in the tile's first line of outputs and in the next ones, whose weights begin further down in their words.
@@ -42,7 +42,8 @@ struct Params {
   void* out;
   int n;
   int64_t lhs_batch_stride, rhs_batch_stride, out_batch_stride, image_stride;
-  int tiles, tiles_of_thread;  // of all images
+  int tiles;  // of all images
+  int tiles_of_thread;
   Divisor tiles_of_image, tiles_across;
   int height, width, pixels_down, pixels_across, above, left;
   unsigned line_stride;

@@ -147,6 +147,12 @@ def check(on_reference, c, lhs, rhs, bias=None, tile=None, kernel="implicit GEMM
     return got
 
 
+def output_of(dtype):
+    """Options for results of a dtype, which quantize those of 8 bits."""
+    zero_point = dict(out_zero_point=-7) if dtype == np.int8 else {}
+    return dict(out_dtype=dtype) | (dict(out_scale=0.05) if dtype in (np.int8, F8) else {}) | zero_point
+
+
 def shifted(q):
     zero = 0 if q.zero_point is None else np.asarray(q.zero_point, np.int64)
     return np.asarray(q.qvalue, np.int64) - zero
@@ -204,10 +210,9 @@ def test_sums_of_squares(on_reference, name, zero_points):
 @pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
 def test_outputs_of_squares(on_reference, name, out_dtype):
     c = SQUARES[name]
-    output = dict(out_scale=0.05) if out_dtype in (np.int8, F8) else {}
-    output |= dict(out_zero_point=-7, activation=(-1, 3)) if out_dtype == np.int8 else {}
+    activation = (-1, 3) if out_dtype == np.int8 else None
     bias = jnp.asarray(np.linspace(-1, 1, c.groups, dtype=F32))
-    check(on_reference, c, *operands(c, "each"), bias, None, "depthwise", out_dtype=out_dtype, **output)
+    check(on_reference, c, *operands(c, "each"), bias, None, "depthwise", activation=activation, **output_of(out_dtype))
 
 
 @pytest.mark.parametrize("zero_l", [None, -128, 127, "each"])
@@ -242,10 +247,8 @@ def test_outputs(on_reference, tile, out, activation, out_dtype):
     """With rows of the output that begin at whole stores and others."""
     c = case((6, 5), (3, 3), padding=SAME, channels=32, out=out)
     lhs, rhs = operands(c, "each")
-    output = dict(out_scale=0.05) if out_dtype in (np.int8, F8) else {}
-    output |= dict(out_zero_point=-7) if out_dtype == np.int8 else {}
     bias = jnp.asarray(np.linspace(-1, 1, out, dtype=F32).astype(BF16))
-    check(on_reference, c, lhs, rhs, bias, tile=tile, activation=activation, out_dtype=out_dtype, **output)
+    check(on_reference, c, lhs, rhs, bias, tile=tile, activation=activation, **output_of(out_dtype))
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, np.int8])
@@ -260,10 +263,8 @@ def test_groups_end_within_whole_stores(on_reference, tile, out_dtype):
 @pytest.mark.parametrize("groups", [20, 32])
 def test_outputs_of_each_channel(on_reference, general, groups, out_dtype):
     c = case((6, 5), (3, 3), padding=SAME, channels=1, out=1, groups=groups, images=3)
-    output = dict(out_scale=0.05) if out_dtype in (np.int8, F8) else {}
-    output |= dict(out_zero_point=-7) if out_dtype == np.int8 else {}
     bias = jnp.asarray(np.linspace(-1, 1, groups, dtype=F32))
-    check(on_reference, c, *operands(c, "each"), bias, None, general, out_dtype=out_dtype, **output)
+    check(on_reference, c, *operands(c, "each"), bias, None, general, **output_of(out_dtype))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
