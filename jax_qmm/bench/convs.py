@@ -1,7 +1,7 @@
 """`python -m jax_qmm bench --scheme conv`: the convolutions of networks, the roofline and XLA's."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,13 +188,14 @@ def calls(scheme: str, layer: Layer, images: int, roofline_us: float) -> dict[st
     return {name: functools.partial(timed, *each) for name, each in contestants(scheme, layer, images).items()}
 
 
-def measure_all(scheme, layers, images, bandwidth, peak, rows, failures) -> None:
-    """Measures the layers at each number of images and shows a progress bar; appends to `rows` and `failures`."""
+def measure_all(scheme, layers, images, bandwidth, peak, rows, failures) -> Iterator[None]:
+    """Measures the layers at each number of images and shows a progress bar, as that of `schemes`."""
     with tqdm([(*each, count) for each in layers for count in images], desc="bench", unit="layer") as bar:
         for network, layer, count in bar:
             row = row_of(scheme, network, layer, count, bandwidth, peak)
             timed = calls(scheme, layer, count, row.roofline_us)
             schemes.measure_row(row, timed, f"{count} x {layer}", bar, rows, failures)
+            yield
 
 
 def main(*, scheme: str, images: Sequence[int], csv: Path | None) -> None:

@@ -1,7 +1,7 @@
 """`python -m jax_qmm bench --scheme w4a16`: products of bfloat16 activations, the roofline and XLA's bfloat16."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,8 @@ def calls(scheme: Scheme, shape: Shape, roofline_us: float) -> dict[str, Callabl
 
 def measure_all(
     name: str, shapes: Sequence[Shape], bandwidth: float, peak: float, rows: list[Row], failures: list[str]
-) -> None:
-    """Measures the scheme of that name and shows a progress bar; appends to `rows` and `failures` as it goes."""
+) -> Iterator[None]:
+    """Measures the scheme of that name and shows a progress bar; appends to `rows` and `failures`, and yields each."""
     scheme = SCHEMES[name]
     with tqdm(shapes, desc="bench", unit="product") as bar:
         for shape in bar:
@@ -102,6 +102,7 @@ def measure_all(
             row = Row(name, shape, {"scheme": name}, op.runs_on, size, roofline_us, LABELS)
             timed = calls(scheme, shape, roofline_us)
             measure_row(row, timed, f"M {m}, N {n}, K {k}", bar, rows, failures)
+            yield
 
 
 def measure_row(
@@ -128,18 +129,23 @@ def measure_row(
 
 
 def run_and_report(
-    run: Callable[[float, float, list[Row], list[str]], None],
+    run: Callable[[float, float, list[Row], list[str]], Iterator[None]],
     count: int,
     peak: float,
     notes: str,
     csv: Path | None,
     gpu: str,
 ) -> None:
-    """Calls `run` with a copy's bandwidth, the peak, and lists for `count` rows and for failures; reports these."""
+    """Calls `run` with a copy's bandwidth, the peak, and lists for `count` rows and for failures; reports these.
+
+    The CSV is written whenever `run` yields, too: XLA may end the process, and what took minutes with it.
+    """
     bandwidth = measure.copy_bandwidth()
     rows, failures = [], []
     try:
-        run(bandwidth, peak, rows, failures)
+        for _ in run(bandwidth, peak, rows, failures):
+            if rows and csv:
+                report.write_csv(csv, rows, bandwidth, gpu)
     finally:
         if len(rows) < count:
             failures.append(f"{len(rows)} of {count} products were measured")

@@ -70,7 +70,7 @@ def test_quantized_activations(bench, scheme, words, runs, nbytes, capsys):
 
 def test_operations_bound_large_products(bench):
     rows = []
-    schemes.measure_all("w4a16", [(32, 8, 256)], 1e30, 1e9, rows, [])
+    [*schemes.measure_all("w4a16", [(32, 8, 256)], 1e30, 1e9, rows, [])]
     assert rows[0].roofline_us == pytest.approx(2 * 32 * 8 * 256 / 1e3)
 
 
@@ -93,6 +93,18 @@ def test_an_interrupt_reports_what_there_is(bench, monkeypatch, capsys):
     assert bench("w4a16") == 130
     out = capsys.readouterr().out
     assert "2 of 4 products were measured" in out and "N 8, K 256" in out and "N 16" not in out
+
+
+def test_the_csv_grows_row_by_row(bench, monkeypatch, tmp_path):
+    lines, file = [], tmp_path / "figures.csv"
+
+    def jit_us(function, sets):
+        lines.append(len(file.read_text().splitlines()) if file.exists() else 0)
+        return 13.0
+
+    monkeypatch.setattr(measure, "jit_us", jit_us)
+    assert bench("w4a16", "--csv", str(file)) == 0
+    assert lines == [before for before in (0, 2, 3, 4) for _ in range(6)]
 
 
 def test_a_failure_of_one_leaves_the_rest(bench, monkeypatch, capsys):
