@@ -87,7 +87,7 @@ std::vector<double> predict_times(ScaledMm const& problem, Gpu const& gpu) {
     if (model && model->costs[i]) {
       if (auto const terms = terms_of(instances()[i], problem, gpu))
         times[i] = predict(instances()[i], *model->costs[i], *terms);
-    } else if ((!model || instances()[i].schedule == Schedule::kMultistage) && serves(instances()[i], problem) &&
+    } else if ((!model || instances()[i].estimated()) && serves(instances()[i], problem) &&
                may_choose(gpu, int(i), alignment(problem))) {
       times[i] = estimate_time(instances()[i], problem, gpu);
     }
@@ -105,8 +105,8 @@ double predict_scaled_mm(ScaledMm const& p, ScaledMmChoice choice, Gpu const& gp
 
 std::optional<ScaledMmTerms> scaled_mm_terms(ScaledMm const& p, ScaledMmChoice choice, Gpu const& gpu) {
   if (choice.instance < 0 || choice.instance >= int(instances().size())) return std::nullopt;
-  if (!may_choose(gpu, choice.instance, alignment(p))) return std::nullopt;
   Instance const& instance = instances()[choice.instance];
+  if (instance.estimated() || !may_choose(gpu, choice.instance, alignment(p))) return std::nullopt;
   return choice.swizzle == swizzle_for(instance, p) ? terms_of(instance, p, gpu) : std::nullopt;
 }
 

@@ -2,6 +2,7 @@
 
 #include "scaled_mm/gemm_sm80.h"
 #include "scaled_mm/one_tile_sm90.h"
+#include "scaled_mm/resident_b_sm90.h"
 #include "scaled_mm/skinny.h"
 
 namespace jax_qmm {
@@ -61,6 +62,11 @@ Instance one_tile(DType in, int out_bytes, int tile_m, int tile_n, int tile_k, i
 }
 
 template <class Kernel>
+Instance resident_b(int tile_n) {
+  return instance<Kernel>(Schedule::kResidentB, DType::kS8, 1, 64, tile_n, 128, 1, 1, false, true);
+}
+
+template <class Kernel>
 Instance multistage(int split, DType in, Accum accum, int tile_m, int tile_n, int tile_k, int warps_m, int warps_n,
                     int warps_k, int stages) {
   Instance i = instance<Kernel>(Schedule::kMultistage, in, 0, tile_m, tile_n, tile_k, 1, 1, false, true);
@@ -80,6 +86,7 @@ Instance multistage(int split, DType in, Accum accum, int tile_m, int tile_n, in
       DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, __VA_ARGS__),
 #define SKINNY(in, ...) skinny<JAX_QMM_SKINNY(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
 #define ONE_TILE(in, ...) one_tile<JAX_QMM_ONE_TILE(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
+#define RESIDENT_B(...) resident_b<JAX_QMM_RESIDENT_B(__VA_ARGS__)>(__VA_ARGS__),
 // One kernel for each number of parts of K.
 #define MULTISTAGE_SPLIT(split, in, accum, ...) \
   multistage<JAX_QMM_MULTISTAGE(in, accum, __VA_ARGS__)>(split, DType::in, Accum::accum, __VA_ARGS__),

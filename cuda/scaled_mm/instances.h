@@ -30,6 +30,8 @@ struct Instance {
   int rows_of_a() const { return swap ? tile_n * cluster_n : tile_m * cluster_m; }
   // That the stages of a multistage kernel take of shared memory; it needs little more.
   int stage_bytes() const { return stages * (tile_m + tile_n) * tile_k; }
+  // Whether its time is estimated, and not predicted from costs that were measured.
+  bool estimated() const { return schedule == Schedule::kResidentB || schedule == Schedule::kMultistage; }
   bool persistent() const { return schedule == Schedule::kPingpong || schedule == Schedule::kCooperative; }
 };
 
@@ -60,7 +62,8 @@ bool runs_on(Gpu const& gpu, int instance);
 // Of tiles, or of the one tile that the blocks of a cluster share.
 int64_t count_clusters(Instance const& instance, ScaledMm const& problem);
 
-// Microseconds of skinny and multistage kernels without measured costs, from the description of the GPU.
+// Microseconds of kernels without measured costs, from the description of the GPU: all but CUTLASS' and those of one
+// tile.
 double estimate_time(Instance const& instance, ScaledMm const& problem, Gpu const& gpu);
 
 // Microseconds that the cost model predicts for each instance; infinite where it does not choose it.

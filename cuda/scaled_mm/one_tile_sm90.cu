@@ -425,6 +425,7 @@ cudaError_t OneTile<In, OutBytes, TileX, TileY, TileK, ClusterX, ClusterY, Split
 }
 
 #define GEMM(...)
+#define RESIDENT_B(...)
 #define ONE_TILE(...) template struct JAX_QMM_ONE_TILE(__VA_ARGS__);
 #include "scaled_mm/instances_sm90.def"
 

@@ -15,6 +15,7 @@ std::string describe(Instance const& i) {
            (i.split > 1 ? " split-K " + text(i.split) : "") +
            (i.in != DType::kS8 && i.accum == Accum::kFull ? " full accumulation" : "");
   }
+  if (i.schedule == Schedule::kResidentB) return tile + " resident b" + epilogue;
   if (i.schedule == Schedule::kSkinny) return tile + " skinny " + text(i.warps) + " warps" + epilogue;
   char const* const schedule = i.schedule == Schedule::kPingpong      ? " pingpong"
                                : i.schedule == Schedule::kCooperative ? " cooperative"

@@ -25,6 +25,7 @@ MULTISTAGE(kS8, kFull, 128, 128, 64, 2, 2, 1, 3)
 ONE_TILE(kS8, 2, 64, 16, 256, 1, 1, 1, 1, false)
 ONE_TILE(kS8, 2, 128, 128, 128, 2, 1, 1, 1, false)
 ONE_TILE(kS8, 2, 64, 32, 128, 1, 1, 6, 1, true)
+RESIDENT_B(32)
 """
 EXACT = "tests/ops/test_scaled_mm_gpu.py::test_int8_is_exact_for_every_shape[{}]"
 CHOICES = "tests/ops/test_scaled_mm_choices_gpu.py::test_every_choice_gives_the_same_int8_result[{}-bfloat16]"
@@ -35,6 +36,7 @@ BOTH_SIDES = "tests/ops/test_block_quantized_mm_gpu.py::{}"
 OF_FLOATS = "tests/ops/test_block_quantized_mm_floats_gpu.py::{}"
 EXPANDED = "tests/ops/test_expanded_mm_gpu.py::{}"
 CONVS = "tests/ops/test_conv_gpu.py::{}"
+RESIDENT = "tests/ops/test_scaled_mm_epilogue_gpu.py::test_rows_that_stream_past_resident_columns[32-{}]"
 TESTS = {
     "block scaled": [
         BLOCKS.format("test_rows_around_the_tiles[9-4]"),
@@ -72,6 +74,7 @@ TESTS = {
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
     "skinny": [CHOICES.format((7, 200, 4624))],
     "one tile": [CHOICES.format((7, 200, 4624)), CHOICES.format((130, 1544, 272))],
+    "resident": [RESIDENT.format(f"{k} tiles at a time-{of}") for k, of in (("two", "of rows"), ("many", "of all"))],
     "multistage": [CHOICES.format((66, 267, 1048)), CHOICES.format((35, 130, 1044))],
     "conv": [
         *(
@@ -123,7 +126,9 @@ class Mutant:
         return self.name.partition(":")[0]
 
 
-GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
+GENERIC, SKINNY, ONE_TILE, RESIDENT_B = (
+    f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90", "resident_b_sm90")
+)
 QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "conv/implicit_gemm.cu"
 WINDOWS, DEPTHWISE, SQUARES = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise", "depthwise_square"))
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
@@ -440,6 +445,21 @@ MUTANTS = [
         WEIGHTS,
         "min(__umulhi(2 * unit, p.block_inverse), p.groups - 1)",
         "__umulhi(2 * unit, p.block_inverse)",
+    ),
+    Mutant("resident: no wait for loads", RESIDENT_B, "    Full::wait(&shared.full[group][slot], phase);\n"),
+    Mutant("resident: the phase stays", RESIDENT_B, "slot = 0, phase ^= 1;", "slot = 0;"),
+    Mutant("resident: no fence of b", RESIDENT_B, "  cutlass::arch::fence_view_async_shared();\n"),
+    Mutant("resident: no wait for b", RESIDENT_B, "  wait_for_copies<0>();\n"),
+    Mutant(
+        "resident: loads before all warps have multiplied",
+        RESIDENT_B,
+        '    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");\n',
+    ),
+    Mutant("resident: no wait for products", RESIDENT_B, "    warpgroup_wait<0>();\n"),
+    Mutant("resident: rows beyond the matrix", RESIDENT_B, "      if (m >= p.m) break;\n"),
+    Mutant("resident: columns beyond the matrix", RESIDENT_B, "    if (n >= p.n) continue;\n"),
+    Mutant(
+        "resident: too few bytes are expected", RESIDENT_B, "full, steps * kTileM * kStep);", "full, kTileM * kStep);"
     ),
     Mutant("one tile: no wait for loads", ONE_TILE, "      Full::wait(&smem.full[stage], phase);\n"),
     Mutant(

@@ -110,6 +110,24 @@ def test_int8_is_exact(extension, gpu, oracle, shape, activation, out_dtype):
         assert_same(call(a, b, vectors, out_dtype, kind, *EXACT[activation])[0], want, words)
 
 
+@pytest.mark.parametrize("scale_a", ["of rows", "of all"])
+@pytest.mark.parametrize("k, tiles", [(48, 7), (384, 3)], ids=["many tiles at a time", "two tiles at a time"])
+@pytest.mark.parametrize("tile_n", [32, 64])
+def test_rows_that_stream_past_resident_columns(extension, gpu, oracle, tile_n, k, tiles, scale_a):
+    n, warpgroups = 272, 4
+    m = 64 * warpgroups * max(1, gpu.sm_count // -(-n // tile_n)) * tiles + 10  # more than are loaded at first
+    a, b, vectors = operands(m, n, k, np.int8, np.int8)
+    if scale_a == "of all":
+        vectors["scale_a"] = vectors["scale_a"][:, :1]
+    want = rounded(clamp(float32_result(oracle, a[0], b[0], vectors), *EXACT["clamp"]), vectors, np.int8)
+    for words in choices(extension, gpu, m, n, k, np.int8, np.int8):
+        if words.startswith(f"sm90 64x{tile_n}x128 resident"):
+            break
+    else:
+        pytest.skip("a kernel of Hopper alone")
+    assert_same(call(a, b, vectors, np.int8, "clamp", *EXACT["clamp"])[0], want, words)
+
+
 @pytest.mark.parametrize("fast_accum", [True, False])
 @pytest.mark.parametrize("out_dtype", [BF16, np.float32, np.int8, E4M3])
 @pytest.mark.parametrize("shape", [*SHAPES, SEVERAL_TILES], ids=str)
