@@ -79,10 +79,15 @@ IMAGES, WINDOW_OUTPUTS, WINDOW_BLOCK = (3, 9, 7, 24), 133, 32
 # Convolutions: channels of a group, groups, output channels, and the window. Copies are of 16, 8 and 4 bytes; depthwise
 # square windows have kernels of their own.
 CONVOLUTIONS = (
-    *((*sizes, *WINDOW) for sizes in ((16, 1, 133), (24, 1, 72), (20, 3, 15), (3, 1, 64), (1, 144, 144), (1, 20, 20))),
+    *(
+        (*sizes, *WINDOW)
+        for sizes in ((16, 1, 133), (16, 1, 80), (24, 1, 72), (20, 3, 15), (3, 1, 64), (1, 144, 144), (1, 20, 20))
+    ),
     *((1, 20, 20, (t,) * 2, (stride,) * 2, (1, 1), PADDING) for t, stride in ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))),
 )
-CONV_IMAGES, CONV_IMAGE, CONV_OUTPUTS = 3, (17, 19), ("bfloat16", "float32", "int32", "int8")
+CONV_IMAGES, CONV_IMAGE = 3, (17, 19)
+# Dtypes of the result, and whether there are zero points.
+CONV_KINDS = (("bfloat16", True), ("float32", True), ("int32", True), ("int8", True), ("int8", False))
 
 # Rows of x beside int4 weights that become int8: few, which all kernels of expanded_mm serve, and more than a tile's.
 EXPANDED_ROWS = (7, 133)
@@ -396,11 +401,12 @@ def check_conv(
     window = Window(strides, padding, (1, 1), dilation, groups)
     in_three = [(1, *sizes) for sizes in (CONV_IMAGE, taps, window.out_shape(CONV_IMAGE, taps))]
     moves = (1, *strides), (0, *(before for before, _ in padding)), (1, *dilation)
-    for dtype in CONV_OUTPUTS:
+    for dtype, zero_points in CONV_KINDS:
         output = (
             {"out_scale": jnp.float32(3000), "out_zero_point": jnp.int32(OUT_ZERO_POINT)} if dtype == "int8" else {}
         )
-        given = {name: x for name, x in (vectors | output).items() if dtype != "int32" or "zero" in name}
+        of_sides = {name: x for name, x in vectors.items() if zero_points or "scale" in name}
+        given = {name: x for name, x in (of_sides | output).items() if dtype != "int32" or "zero" in name}
         params: dict[str, Any] = dict(
             num_batch=0, window=window, activation=activations.NONE, out_dtype=jnp.dtype(dtype)
         )
@@ -408,12 +414,17 @@ def check_conv(
             on_cpu = jax.device_put((lhs, rhs, given), jax.devices("cpu")[0])
             want = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))(*on_cpu)
         run = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params))
-        problem = (1, CONV_IMAGES, channels, out, groups, *in_three, *moves, dtype)
+        problem = (1, CONV_IMAGES, channels, out, groups, *in_three, *moves, dtype, zero_points)
         choices = kernels.ConvProblem(*problem).choices(gpu)
         for words, got in _by_each(kernels.restrict_conv, choices, lambda: run(lhs, rhs, given)):
             wrong = int((_bits(got) != _bits(np.asarray(want))).sum())
             shape = f"{channels} x {groups} channels to {out}, window {taps}"
-            yield Result(f"conv, int8 to {dtype}", _extension.as_compiled(kernels, words, gpu), shape, wrong)
+            yield Result(
+                f"conv, int8 to {dtype}" + ("" if zero_points else ", no zero points"),
+                _extension.as_compiled(kernels, words, gpu),
+                shape,
+                wrong,
+            )
 
 
 def check_quantize(rows: int, columns: int) -> Iterator[Result]:

@@ -131,7 +131,7 @@ def test_a_program_chooses_other_kernels_as_its_buffers_move(extension, gpu):
 
     sizes = ((1, *of) for of in (image, taps, window.out_shape(image, taps), window.strides))
     before, dilation = (0, *(first for first, _ in window.padding)), (1, *window.rhs_dilation)
-    problem = extension.ConvProblem(1, images, channels, outputs, 1, *sizes, before, dilation, "int32")
+    problem = extension.ConvProblem(1, images, channels, outputs, 1, *sizes, before, dilation, "int32", True)
     kernels = problem.choices(gpu)
     program, kept = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params)), []
     for turn in range(40):

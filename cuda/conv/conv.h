@@ -40,6 +40,10 @@ struct Conv : ScaledMm, Windows {
 
   int sums;  // m * groups
 
+  bool has_zero_points() const {
+    return azp.data != nullptr || azp_adj.data != nullptr || sums_a.data != nullptr || azp_b.data != nullptr;
+  }
+
   // Whether each channel is a group, with one output channel.
   bool is_depthwise() const { return channels == 1 && groups == n; }
 };

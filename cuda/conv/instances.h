@@ -18,6 +18,7 @@ struct Instance {
   // Of implicit GEMMs.
   int tile_m = 0, tile_n = 0, tile_k = 0, blocks_per_sm = 0;
   bool wgmma = false;        // of Hopper alone
+  bool is_resident = false;  // keeps weights in shared memory
   int share = 1, parts = 1;  // blocks of a cluster that share weights, or K
 };
 
@@ -26,5 +27,6 @@ void add_implicit_gemm(std::vector<Instance>& to);
 void add_depthwise_square(std::vector<Instance>& to);
 void add_depthwise(std::vector<Instance>& to);
 void add_wgmma(std::vector<Instance>& to);
+void add_resident(std::vector<Instance>& to);
 
 }  // namespace jax_qmm::conv

@@ -6,6 +6,7 @@
 #include "conv/instances.h"
 #include "core/archs.h"
 #include "core/prepared_kernels.h"
+#include "scaled_mm/resident.h"
 
 namespace jax_qmm {
 namespace conv {
@@ -19,6 +20,7 @@ std::vector<Instance> const& instances() {
     add_depthwise(found);
 #ifdef JAX_QMM_SM90
     add_wgmma(found);
+    add_resident(found);
 #endif
     return found;
   }();
@@ -80,6 +82,11 @@ double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
   double const out_bytes = double(p.m) * p.n * bytes_of(p.out_dtype);
   double const from_memory = p.batch * (p.images * image_bytes + double(p.n) * p.k + out_bytes) / gpu.copy_rate;
   if (i.is_depthwise) return from_memory;  // the table has the fastest first
+  if (i.is_resident) {
+    int64_t const steps = ceil_div(p.channels, i.tile_k) * p.taps[1] * p.taps[2];
+    double const computing = resident::predict(p.m, p.n, steps, i.tile_k, gpu);
+    return std::cbrt(std::pow(computing, 3) + std::pow(from_memory, 3));
+  }
   return std::max(i.wgmma ? estimate_wgmma(i, p, gpu) : estimate_portable(i, p, gpu), from_memory);
 }
 

@@ -22,6 +22,7 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <algorithm>
 
+#include "conv/im2col_sm90.cuh"
 #include "conv/instances.h"
 #include "conv/window.cuh"
 #include "core/launch.cuh"
@@ -30,7 +31,6 @@
 #include "cute/arch/mma_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
-#include "cutlass/cuda_host_adapter.hpp"
 #include "scaled_mm/write_rows.cuh"
 
 namespace jax_qmm::conv {
@@ -47,7 +47,6 @@ struct Config {
       cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
   using Atom =
       std::conditional_t<TileK == 128, cute::GMMA::Layout_K_SW128_Atom<int8_t>, cute::GMMA::Layout_K_SW64_Atom<int8_t>>;
-  static constexpr CUtensorMapSwizzle kSwizzle = TileK == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   static_assert(TileK == 64 || TileK == 128, "a row of a stage is the span of TMA's swizzle");
 
   static constexpr int kBytesA = TileM * TileK, kBytesB = TileN * TileK, kPitch = TileN + 8;
@@ -244,35 +243,17 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   write_rows<C, kMathThreads>(p, output, shared, partial, parts, l, first_m, first_n, end_n);
 }
 
-// How far from the last pixel of an axis the last window begins.
-int end_of_pixels(Conv const& p, int axis) {
-  return (p.pixels[axis] - 1) * p.strides[axis] - p.before[axis] - (p.image[axis] - 1);
-}
-
-// The pixels of windows, and the channels of weights at one tap.
+// The channels of weights at one tap.
 template <class C>
-cudaError_t make_boxes(Conv const& p, int share, CUtensorMap& images, CUtensorMap& weights) {
-  auto const interleave = CU_TENSOR_MAP_INTERLEAVE_NONE;
-  auto const promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  auto const fill = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
-  auto const type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  cuuint64_t const x = p.image[2], y = p.image[1], all = cuuint64_t(p.channels) * p.groups;
-  cuuint64_t const count = cuuint64_t(p.images) * (p.a_batch_stride != 0 ? p.batch : 1);
-  cuuint64_t const of_images[] = {all, x, y, count}, apart_images[] = {all, all * x, all * x * y};
-  cuuint32_t const steps[] = {1, cuuint32_t(p.strides[2]), cuuint32_t(p.strides[1]), 1};
-  int const first[] = {-p.before[2], -p.before[1]};
-  int const last[] = {end_of_pixels(p, 2), end_of_pixels(p, 1)};
-  CUresult result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeIm2col)(
-      &images, type, 4, const_cast<void*>(p.a), of_images, apart_images, first, last, C::kTileK, C::kTileM, steps,
-      interleave, C::kSwizzle, promotion, fill);
-  if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
+cudaError_t make_weight_boxes(Conv const& p, int share, CUtensorMap& boxes) {
   cuuint64_t const channels = p.channels, taps = p.taps[1] * p.taps[2], n = p.n, k = p.k;
-  cuuint64_t const of_weights[] = {channels, taps, n, p.b_batch_stride != 0 ? cuuint64_t(p.batch) : 1};
-  cuuint64_t const apart_weights[] = {channels, k, n * k};
+  cuuint64_t const shape[] = {channels, taps, n, p.b_batch_stride != 0 ? cuuint64_t(p.batch) : 1};
+  cuuint64_t const apart[] = {channels, k, n * k};
   cuuint32_t const box[] = {C::kTileK, 1, cuuint32_t(C::kTileN / share), 1}, ones[] = {1, 1, 1, 1};
-  result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(&weights, type, 4, const_cast<void*>(p.b),
-                                                                    of_weights, apart_weights, box, ones, interleave,
-                                                                    C::kSwizzle, promotion, fill);
+  CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
+      &boxes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 4, const_cast<void*>(p.b), shape, apart, box, ones,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(C::kTileK), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -290,7 +271,8 @@ cudaError_t prepare(bool& fits) {
 template <class C, int kShare, int kParts>
 cudaError_t launch(Conv const& p, Submit const& submit) {
   CUtensorMap images, weights;
-  if (cudaError_t const error = make_boxes<C>(p, kShare, images, weights)) return error;
+  if (cudaError_t const error = make_image_boxes(p, C::kTileM, C::kTileK, images)) return error;
+  if (cudaError_t const error = make_weight_boxes<C>(p, kShare, weights)) return error;
   int const columns = p.n / p.groups;
   uintptr_t const bytes = bytes_of(p.out_dtype);
   Params const params{p.out,
@@ -317,21 +299,10 @@ cudaError_t launch(Conv const& p, Submit const& submit) {
                          wgmma_conv_kernel<C>, params, images, weights);
 }
 
-// Whether TMA's im2col mode has such images and windows, of two spatial axes, and each part of K a stage.
+// Whether TMA has its boxes, and each part of K a stage.
 template <class C, int kParts>
 bool serves(Conv const& p) {
-  uintptr_t const addresses = reinterpret_cast<uintptr_t>(p.a) | reinterpret_cast<uintptr_t>(p.b);
-  if (p.is_depthwise() || addresses % 16 != 0 || p.channels % 16 != 0) return false;
-  if (p.image[0] != 1 || p.taps[0] != 1 || p.pixels[0] != 1 || p.before[0] != 0) return false;
-  if (ceil_div(p.channels, C::kTileK) * p.taps[1] * p.taps[2] < kParts) return false;
-  for (int axis = 1; axis < kSpatial; ++axis) {
-    for (int const corner : {-p.before[axis], end_of_pixels(p, axis)}) {
-      if (corner < -128 || corner >= 128) return false;
-    }
-    bool const fits = p.image[axis] > 0 && p.strides[axis] <= 8 && (p.taps[axis] - 1) * p.dilation[axis] < 256;
-    if (!fits) return false;
-  }
-  return true;
+  return suits_im2col(p) && ceil_div(p.channels, C::kTileK) * p.taps[1] * p.taps[2] >= kParts;
 }
 
 template <class C, int kShare, int kParts>

@@ -9,7 +9,7 @@
 
 #include "core/archs.h"
 #include "scaled_mm/instances.h"
-#include "scaled_mm/resident_b_sm90.h"
+#include "scaled_mm/resident.h"
 
 namespace jax_qmm {
 namespace {
@@ -77,17 +77,9 @@ double multistage(Instance const& i, ScaledMm const& p, Gpu const& gpu) {
   return kLaunch + std::cbrt(cube(computing) + cube(kReading * copying(p, gpu))) + adding;
 }
 
-// Fitted to 26 times of 13 products on an H200, with K from 16 to 256, which it predicts to 8 % (root mean square).
 double resident_b(Instance const& i, ScaledMm const& p, Gpu const& gpu) {
-  constexpr double kLaunch = 4e-6;
-  // Cycles of a turn, in which each warpgroup of an SM has a tile: of any, for a column, and for one's part of K.
-  constexpr double kTurn = 640, kColumn = 21, kStep = 310, kColumnStep = 10;
-  int64_t const tiles_n = ceil_div(p.n, i.tile_n), tiles_m = ceil_div(p.m, i.tile_m);
-  int64_t const turns = ceil_div(tiles_m, sm90::kResidentWarpgroups * std::max<int64_t>(1, gpu.sm_count / tiles_n));
-  int64_t const waves = ceil_div(tiles_n, gpu.sm_count);
-  double const steps = double(ceil_div(p.k, i.tile_k));
-  double const cycles = kTurn + kColumn * i.tile_n + steps * (kStep + kColumnStep * i.tile_n);
-  return kLaunch + std::cbrt(cube(double(turns * waves) * cycles / gpu.clock) + cube(copying(p, gpu)));
+  double const computing = resident::predict(p.m, p.n, ceil_div(p.k, i.tile_k), i.tile_k, gpu);
+  return std::cbrt(cube(computing) + cube(copying(p, gpu)));
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 
 #include "scaled_mm/gemm_sm80.h"
 #include "scaled_mm/one_tile_sm90.h"
-#include "scaled_mm/resident_b_sm90.h"
+#include "scaled_mm/resident.h"
+#include "scaled_mm/resident_sm90.h"
 #include "scaled_mm/skinny.h"
 
 namespace jax_qmm {
@@ -62,8 +63,9 @@ Instance one_tile(DType in, int out_bytes, int tile_m, int tile_n, int tile_k, i
 }
 
 template <class Kernel>
-Instance resident_b(int tile_n) {
-  return instance<Kernel>(Schedule::kResidentB, DType::kS8, 1, 64, tile_n, 128, 1, 1, false, true);
+Instance resident_b(int tile_k) {
+  return instance<Kernel>(Schedule::kResidentB, DType::kS8, 1, resident::kTileM, resident::kTileN, tile_k, 1, 1, false,
+                          true);
 }
 
 template <class Kernel>
@@ -86,7 +88,7 @@ Instance multistage(int split, DType in, Accum accum, int tile_m, int tile_n, in
       DType::in, Accum::accum, bytes, tile_m, tile_n, tile_k, cluster_m, cluster_n, Schedule::schedule, __VA_ARGS__),
 #define SKINNY(in, ...) skinny<JAX_QMM_SKINNY(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
 #define ONE_TILE(in, ...) one_tile<JAX_QMM_ONE_TILE(in, __VA_ARGS__)>(DType::in, __VA_ARGS__),
-#define RESIDENT_B(...) resident_b<JAX_QMM_RESIDENT_B(__VA_ARGS__)>(__VA_ARGS__),
+#define RESIDENT_B(tile_k) resident_b<sm90::ResidentB<tile_k>>(tile_k),
 // One kernel for each number of parts of K.
 #define MULTISTAGE_SPLIT(split, in, accum, ...) \
   multistage<JAX_QMM_MULTISTAGE(in, accum, __VA_ARGS__)>(split, DType::in, Accum::accum, __VA_ARGS__),

@@ -7,7 +7,7 @@ namespace jax_qmm {
 enum class Accum { kFast, kFull };
 
 // CUTLASS' persistent blocks, whose two math warpgroups take turns at tiles or share one (gemm_sm90.h). Or a kernel of
-// our own: skinny.h, one_tile_sm90.h, resident_b_sm90.h, gemm_sm80.h.
+// our own: skinny.h, one_tile_sm90.h, resident_sm90.h, gemm_sm80.h.
 enum class Schedule { kPingpong, kCooperative, kSkinny, kOneTile, kResidentB, kMultistage };
 
 }  // namespace jax_qmm

@@ -11,7 +11,7 @@
 #include <unordered_map>
 
 #include "scaled_mm/instances.h"
-#include "scaled_mm/resident_b_sm90.h"
+#include "scaled_mm/resident.h"
 #include "scaled_mm/split_k.h"
 
 namespace jax_qmm {
@@ -57,7 +57,9 @@ bool serves(Instance const& i, ScaledMm const& p) {
   if (!any_output && (i.out_bytes != bytes_of(p.out_dtype) || i.full_epilogue != needs_full_epilogue(p))) return false;
   if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
   if (i.accum != accum_of(p)) return false;
-  if (i.schedule == Schedule::kResidentB) return p.k <= sm90::kResidentMostK && p.batch == 1;
+  if (i.schedule == Schedule::kResidentB) {
+    return p.batch == 1 && resident::stages(ceil_div(p.k, i.tile_k), i.tile_k) >= resident::kLeastStages;
+  }
   if (workspace_of(i, p) > std::min(p.workspace_bytes, kMostWorkspace)) return false;
   if (i.schedule == Schedule::kMultistage) {
     return count_clusters(i, p) <= INT32_MAX / 1024 && i.split <= ceil_div(p.k, i.tile_k);

@@ -204,7 +204,9 @@ def _choice(operands, results, *, names, num_batch, window, out_dtype, **params)
     axes = slice(num_batch + 1, -1)
     sizes = in_three(operands[0].shape[axes]), in_three(taps), in_three(shape[axes]), *window.moves()
     images = math.prod(shape[:num_batch]), shape[num_batch]
-    words = [_extension.describe_conv((*images, padded, shape[-1], window.groups, *sizes, str(out_dtype)))]
+    has_zero_points = any(name.startswith("zero_point") for name in names)
+    convolution = *images, padded, shape[-1], window.groups, *sizes, str(out_dtype), has_zero_points
+    words = [_extension.describe_conv(convolution)]
     words += [f"{together} groups in one with zeros between them, made at each call"] if together > 1 else []
     words += [f"channels padded to {padded} at each call"] if padded != channels else []
     words += ["sums of windows by XLA"] if "zero_point_rhs" in names else []

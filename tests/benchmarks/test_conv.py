@@ -26,7 +26,7 @@ def test_choices_of_int8_are_near_the_fastest_that_was_measured(extension, h200,
         strides, before = (1, layer.stride, layer.stride), (0, layer.window // 2, layer.window // 2)
         problem = extension.ConvProblem(
             *(1, images, layer.channels // layer.groups, layer.out, layer.groups),
-            *(image, taps, pixels, strides, before, (1, 1, 1), "int8"),
+            *(image, taps, pixels, strides, before, (1, 1, 1), "int8", False),
         )
         chosen = problem.select(h200)
         if layer.groups == 1 and chosen in times:

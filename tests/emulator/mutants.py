@@ -25,7 +25,8 @@ MULTISTAGE(kS8, kFull, 128, 128, 64, 2, 2, 1, 3)
 ONE_TILE(kS8, 2, 64, 16, 256, 1, 1, 1, 1, false)
 ONE_TILE(kS8, 2, 128, 128, 128, 2, 1, 1, 1, false)
 ONE_TILE(kS8, 2, 64, 32, 128, 1, 1, 6, 1, true)
-RESIDENT_B(32)
+RESIDENT_B(64)
+RESIDENT_B(128)
 """
 EXACT = "tests/ops/test_scaled_mm_gpu.py::test_int8_is_exact_for_every_shape[{}]"
 CHOICES = "tests/ops/test_scaled_mm_choices_gpu.py::test_every_choice_gives_the_same_int8_result[{}-bfloat16]"
@@ -36,7 +37,7 @@ BOTH_SIDES = "tests/ops/test_block_quantized_mm_gpu.py::{}"
 OF_FLOATS = "tests/ops/test_block_quantized_mm_floats_gpu.py::{}"
 EXPANDED = "tests/ops/test_expanded_mm_gpu.py::{}"
 CONVS = "tests/ops/test_conv_gpu.py::{}"
-RESIDENT = "tests/ops/test_scaled_mm_epilogue_gpu.py::test_rows_that_stream_past_resident_columns[32-{}]"
+RESIDENT = "tests/ops/test_scaled_mm_epilogue_gpu.py::test_rows_that_stream_past_resident_columns[{}]"
 TESTS = {
     "block scaled": [
         BLOCKS.format("test_rows_around_the_tiles[9-4]"),
@@ -74,7 +75,7 @@ TESTS = {
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
     "skinny": [CHOICES.format((7, 200, 4624))],
     "one tile": [CHOICES.format((7, 200, 4624)), CHOICES.format((130, 1544, 272))],
-    "resident": [RESIDENT.format(f"{k} tiles at a time-{of}") for k, of in (("two", "of rows"), ("many", "of all"))],
+    "resident": [RESIDENT.format(of) for of in ("one step-64-of all", "many steps-128-of rows")],
     "multistage": [CHOICES.format((66, 267, 1048)), CHOICES.format((35, 130, 1044))],
     "conv": [
         *(
@@ -126,13 +127,11 @@ class Mutant:
         return self.name.partition(":")[0]
 
 
-GENERIC, SKINNY, ONE_TILE, RESIDENT_B = (
-    f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90", "resident_b_sm90")
-)
+GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
 QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "conv/implicit_gemm.cu"
 WINDOWS, DEPTHWISE, SQUARES = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise", "depthwise_square"))
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
-WRITE_ROWS = "scaled_mm/write_rows.cuh"
+WRITE_ROWS, RESIDENT_B = "scaled_mm/write_rows.cuh", "scaled_mm/resident.cuh"
 ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cuh"
 EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
 FP8_WEIGHTS = "block_scaled_mm/dequantize_fp8.cuh"
@@ -446,21 +445,29 @@ MUTANTS = [
         "min(__umulhi(2 * unit, p.block_inverse), p.groups - 1)",
         "__umulhi(2 * unit, p.block_inverse)",
     ),
-    Mutant("resident: no wait for loads", RESIDENT_B, "    Full::wait(&shared.full[group][slot], phase);\n"),
-    Mutant("resident: the phase stays", RESIDENT_B, "slot = 0, phase ^= 1;", "slot = 0;"),
+    Mutant("resident: no wait for loads", RESIDENT_B, "      Full::wait(&shared.full[group][stage], phase);\n"),
+    Mutant("resident: the phase stays", RESIDENT_B, "stage = 0, phase ^= 1;", "stage = 0;"),
+    Mutant("resident: wrong parity of empty", RESIDENT_B, "(turn - 1) & 1", "turn & 1"),
+    Mutant(
+        "resident: stages are loaded before they are empty",
+        RESIDENT_B,
+        "if (turn > 0) Empty::wait",
+        "if (false) Empty::wait",
+    ),
+    Mutant(
+        "resident: a stage too many is released", RESIDENT_B, "loaded_again-- > 0", "loaded_again-- >= 0", noticed=False
+    ),
+    Mutant(
+        "resident: stages are released a step early",
+        RESIDENT_B,
+        "      if (i > 0) release(before);\n      before = stage;\n",
+        "      before = stage;\n      if (i > 0) release(before);\n",
+    ),
     Mutant("resident: no fence of b", RESIDENT_B, "  cutlass::arch::fence_view_async_shared();\n"),
     Mutant("resident: no wait for b", RESIDENT_B, "  wait_for_copies<0>();\n"),
-    Mutant(
-        "resident: loads before all warps have multiplied",
-        RESIDENT_B,
-        '    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");\n',
-    ),
     Mutant("resident: no wait for products", RESIDENT_B, "    warpgroup_wait<0>();\n"),
     Mutant("resident: rows beyond the matrix", RESIDENT_B, "      if (m >= p.m) break;\n"),
     Mutant("resident: columns beyond the matrix", RESIDENT_B, "    if (n >= p.n) continue;\n"),
-    Mutant(
-        "resident: too few bytes are expected", RESIDENT_B, "full, steps * kTileM * kStep);", "full, kTileM * kStep);"
-    ),
     Mutant("one tile: no wait for loads", ONE_TILE, "      Full::wait(&smem.full[stage], phase);\n"),
     Mutant(
         "one tile: a stage released while it is multiplied",

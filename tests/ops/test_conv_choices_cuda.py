@@ -15,6 +15,7 @@ CASE = dict(
     before=(0, 1, 1),
     dilation=(1, 1, 1),
     out_dtype="int8",
+    zero_points=False,
 )
 
 
@@ -51,6 +52,26 @@ def test_what_im2col_serves(served_by, changes, fits):
     words, _ = served_by(**changes)
     assert any("sm90 wgmma" in each for each in words) == fits
     assert any("sm80 implicit GEMM" in each for each in words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        (dict(), True),
+        (dict(zero_points=True), False),
+        (dict(out_dtype="bfloat16"), False),
+        (dict(n=72), False),
+        (dict(groups=2), False),
+        (dict(batch=2), False),
+        (dict(channels=256), True),
+        (dict(channels=512), False),
+    ],
+    ids=str,
+)
+def test_which_weights_are_resident(served_by, changes, fits):
+    """Those that leave shared memory for some stages; with 8-bit results, and without zero points."""
+    words, _ = served_by(**changes)
+    assert any("resident" in each for each in words) == fits
 
 
 def test_k_is_split_over_no_more_parts_than_it_has_steps(served_by):

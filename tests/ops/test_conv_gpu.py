@@ -1,5 +1,7 @@
 """The kernels for convolutions, each tile in turn: bit for bit as the reference, and as integers in numpy."""
 
+import dataclasses
+
 import conv_oracle
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ HOPPER, IN_PARTS = (
         ("128x64x128 split-K 2", "128x64x128 split-K 4", "128x128x128 split-K 8"),
     )
 )
+RESIDENT = tuple(f"sm90 resident weights {tile} int8" for tile in ("64x64x64", "64x64x128"))
 SAME = ((1, 1), (1, 1))
 
 # Windows of every kind, with few values in a stage of K and more than one, and tiles that begin and end within images.
@@ -177,6 +180,27 @@ def test_parts_of_k(on_reference, tile, name):
     lhs, rhs = operands(c, "each", "each")
     got = check(on_reference, c, lhs, rhs, tile=tile, out_dtype=jnp.int32)
     np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
+
+
+@pytest.mark.parametrize("tile", RESIDENT, indirect=True, ids=id_of)
+@pytest.mark.parametrize("out_dtype", [np.int8, F8])
+@pytest.mark.parametrize(
+    "c",
+    [
+        case((20, 26), (3, 3), padding=SAME, channels=16, out=272, images=-1),
+        case((37,), (5,), (2,), ((3, 1),), channels=16, out=16, images=3),
+        case((5, 6), (3, 2), padding=SAME, channels=144, out=80, images=3),
+        case((8, 6), (3, 3), (2, 1), ((0, 3), (4, 1)), channels=16, out=64),
+        case((11, 12), (3, 2), (1, 2), ((2, 2), (0, 3)), (3, 4), channels=80, out=16),
+    ],
+    ids=["several turns", "one axis", "channels of several steps", "asymmetric padding", "dilation"],
+)
+def test_resident_weights(on_reference, gpu, tile, c, out_dtype):
+    if c.images < 0:  # so many that warpgroups take several tiles, and stages are loaded again
+        c = dataclasses.replace(c, images=max(2, gpu.sm_count // 4))
+    lhs, rhs = operands(c)
+    bias = jnp.asarray(np.linspace(-1, 1, c.out, dtype=F32))
+    check(on_reference, c, lhs, rhs, bias, tile=tile, activation="relu", **output_of(out_dtype))
 
 
 def test_groups_of_few_channels_become_one(on_reference, tile):

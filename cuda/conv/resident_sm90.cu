@@ -1,0 +1,88 @@
+// Convolutions by the kernel of scaled_mm/resident.cuh: of many pixels, with weights that fit into shared memory, and
+// without zero points.
+#include "conv/im2col_sm90.cuh"
+#include "conv/instances.h"
+#include "conv/window.cuh"
+#include "scaled_mm/resident.cuh"
+
+namespace jax_qmm::conv {
+namespace {
+
+using namespace resident;
+
+struct Pixels {
+  static constexpr bool kHasZeroPoints = false;
+  Window window;
+  int channels, chunks, taps_x;  // the channels of a tap come in so many steps
+
+  struct Place {
+    int image, corner[kSpatial];
+    int chunk, x, y;  // of the tap
+  };
+
+  // Whether a channel of a step is there, and where in the weights of an output channel.
+  template <class C>
+  __device__ bool find(int step, int byte, int& at) const {
+    int const tap = step / chunks, channel = step % chunks * C::kTileK + byte;
+    at = tap * channels + channel;
+    return channel < channels;
+  }
+  __device__ Place begin(int pixel) const {
+    Place at{};
+    at.image = window.corner_of(pixel, at.corner);
+    return at;
+  }
+
+  // Begins to load some channels of 64 pixels at a tap, and goes on to the next ones.
+  template <class C>
+  __device__ void load(CUtensorMap const& boxes, uint64_t* full, uint8_t* to, Place& at) const {
+    cute::SM90_TMA_LOAD_IM2COL_4D::copy(&boxes, full, to, at.chunk * C::kTileK, at.corner[2], at.corner[1], at.image,
+                                        uint16_t(at.x * window.dilation[2]), uint16_t(at.y * window.dilation[1]));
+    if (++at.chunk < chunks) return;
+    at.chunk = 0;
+    if (++at.x == taps_x) at.x = 0, ++at.y;
+  }
+
+  // Of a pixel's scale.
+  __device__ int entry_of(int pixel) const { return window.image_of(pixel); }
+};
+
+template <class C>
+int steps_of(Conv const& p) {
+  return int(ceil_div(p.channels, C::kTileK)) * p.taps[1] * p.taps[2];
+}
+
+template <class C>
+cudaError_t launch_resident(Conv const& p, Submit const& submit) {
+  Gpu const* gpu;
+  if (cudaError_t const error = current_gpu(gpu)) return error;
+  CUtensorMap boxes;
+  if (cudaError_t const error = make_image_boxes(p, kTileM, C::kTileK, boxes)) return error;
+  Pixels const pixels{Window(p), p.channels, int(ceil_div(p.channels, C::kTileK)), p.taps[2]};
+  return resident::launch<C>(p, pixels, steps_of<C>(p), boxes, *gpu, submit);
+}
+
+template <class C>
+bool serves(Conv const& p) {
+  bool const whole_stores = (reinterpret_cast<uintptr_t>(p.out) | p.n) % 16 == 0 && bytes_of(p.out_dtype) == 1;
+  return whole_stores && !p.has_zero_points() && p.groups == 1 && p.batch == 1 && suits_im2col(p) &&
+         stages(steps_of<C>(p), C::kTileK) >= kLeastStages;
+}
+
+template <class C>
+void add(std::vector<Instance>& to) {
+  Instance i{"sm90 resident weights " + words_of_tile(kTileM, kTileN, C::kTileK) + " int8", serves<C>,
+             resident::prepare<C, Pixels>, launch_resident<C>, kSharedMemory};
+  i.tile_m = kTileM, i.tile_n = kTileN, i.tile_k = C::kTileK, i.blocks_per_sm = 1;
+  i.wgmma = i.is_resident = true;
+  to.push_back(std::move(i));
+}
+
+}  // namespace
+
+void add_resident(std::vector<Instance>& to) {
+  add<Config<64>>(to);
+  add<Config<128>>(to);
+}
+
+}  // namespace jax_qmm::conv
