@@ -16,7 +16,7 @@ struct Instance {
   int shared_bytes = 0;
   bool is_depthwise = false;
   // Of implicit GEMMs.
-  int tile_m = 0, tile_n = 0, tile_k = 0, blocks_per_sm = 0;
+  int tile_m = 0, tile_n = 0, tile_k = 0, stages = 0, blocks_per_sm = 0;
   bool wgmma = false;        // of Hopper alone
   bool is_resident = false;  // keeps weights in shared memory
   int share = 1, parts = 1;  // blocks of a cluster that share weights, or K

@@ -312,7 +312,8 @@ void add(std::vector<Instance>& to) {
                                            : "";
   Instance i{"sm90 wgmma implicit GEMM " + words_of_tile(C::kTileM, C::kTileN, C::kTileK) + cluster + " int8",
              serves<C, kParts>, prepare<C, kShare, kParts>, launch<C, kShare, kParts>, int(sizeof(typename C::Shared))};
-  i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.tile_k = C::kTileK, i.blocks_per_sm = C::kBlocksPerSm;
+  i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.tile_k = C::kTileK, i.stages = C::kStages,
+  i.blocks_per_sm = C::kBlocksPerSm;
   i.wgmma = true, i.share = kShare, i.parts = kParts;
   to.push_back(std::move(i));
 }
