@@ -22,7 +22,8 @@ inline int stages(int64_t steps, int tile_k) {
 
 // How many blocks have the same columns.
 inline int64_t blocks_of_columns(int64_t m, int64_t n, Gpu const& gpu) {
-  return std::clamp<int64_t>(gpu.sm_count / ceil_div(n, kTileN), 1, ceil_div(m, kTileM * kWarpgroups));
+  int64_t const tiles = std::max<int64_t>(1, ceil_div(n, kTileN));  // of an empty product, which is estimated too
+  return std::clamp<int64_t>(gpu.sm_count / tiles, 1, std::max<int64_t>(1, ceil_div(m, kTileM * kWarpgroups)));
 }
 
 // Seconds, beside the reading of all operands. Fitted to 62 times on an H200, benchmarks/h200/resident_kernels.csv,
