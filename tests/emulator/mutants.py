@@ -455,9 +455,6 @@ MUTANTS = [
         "if (false) Empty::wait",
     ),
     Mutant(
-        "resident: a stage too many is released", RESIDENT_B, "loaded_again-- > 0", "loaded_again-- >= 0", noticed=False
-    ),
-    Mutant(
         "resident: stages are released a step early",
         RESIDENT_B,
         "      if (i > 0) release(before);\n      before = stage;\n",
