@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 
 #include "core/gpu.h"
 #include "core/launch.h"
@@ -10,9 +9,9 @@
 namespace jax_qmm::resident {
 
 constexpr int kTileM = 64, kTileN = 64;
-constexpr int kWarpgroups = 4;                                    // that multiply, each another tile
-constexpr int kSharedMemory = 227 * 1024;                         // of which b takes one part, and
-constexpr int kFixed = 4096, kLeastStages = 3, kMostStages = 16;  // what is not stages another
+constexpr int kWarpgroups = 4;  // that multiply, each another tile
+// For b, for the terms and barriers, which are kFixed at most, and for the stages of each warpgroup.
+constexpr int kSharedMemory = 227 * 1024, kFixed = 4096, kLeastStages = 3, kMostStages = 16;
 
 // Stages of a warpgroup, for so many steps of K of so many bytes.
 inline int stages(int64_t steps, int tile_k) {
