@@ -1,0 +1,66 @@
+"""Times every kernel that serves int8 convolutions with 8-bit results, beside XLA's in bfloat16.
+
+    python benchmarks/conv/kernels.py --images 64 --csv kernels.csv
+
+The cost models in cuda/conv/select.cc are fitted to such times. Needs a GPU that has kernels. Times are JAX's
+profiler's, of programs of many calls whose operands together exceed the L2 cache.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import jax
+from tqdm import tqdm
+
+from jax_qmm import _extension
+from jax_qmm.bench import convs, measure
+
+
+def problem_of(kernels, layer: convs.Layer, images: int):
+    """What the extension knows of a layer: batch, images, channels and groups, sizes, moves, and the result."""
+    sizes = ((1, size, size) for size in (layer.size, layer.window, layer.out_size))
+    moves = (1, layer.stride, layer.stride), (0, layer.window // 2, layer.window // 2), (1, 1, 1)
+    channels = layer.channels // layer.groups, layer.out, layer.groups
+    return kernels.ConvProblem(1, images, *channels, *sizes, *moves, "int8", False)
+
+
+def measure_layer(layer: convs.Layer, images: int, kernels, gpu):
+    """Yields what runs, and its microseconds."""
+    shape = layer.shape(images)
+    of_operations = 2e6 * shape[0] * shape[1] * shape[2] / gpu.peak
+
+    def timed(function, make) -> float:
+        measure._call_each.clear_cache()  # the same function runs other kernels
+        nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(make, 0)))
+        sets = [make(i) for i in range(measure.count_sets(nbytes, 12))]
+        return measure.jit_us(function, measure.chain(sets, max(of_operations, 60)))
+
+    contestants = convs.contestants("conv", layer, images)
+    for words in problem_of(kernels, layer, images).choices(gpu):
+        kernels.restrict_conv(words)
+        yield words, timed(*contestants["ours"])
+        kernels.restrict_conv("")
+    yield "XLA bfloat16", timed(*contestants["xla_bf16"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--images", type=int, nargs="+", default=(8, 64), help="(%(default)s)")
+    options = parser.parse_args()
+    _, gpu = measure.open_gpu("kernels.py")
+    kernels = _extension._load()[0]
+    # Windows of one value that do not move are products.
+    layers = [layer for _, layer in convs.layers_of("conv") if layer.window > 1 or layer.stride > 1]
+    with options.csv.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["gpu", "images", "layer", "kernel", "us"])
+        for images, layer in tqdm([(images, layer) for images in options.images for layer in layers], unit="layer"):
+            for words, us in measure_layer(layer, images, kernels, gpu):
+                writer.writerow([gpu.name, images, layer, words, f"{us:.1f}"])
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
