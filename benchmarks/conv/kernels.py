@@ -10,7 +10,6 @@ import argparse
 import csv
 from pathlib import Path
 
-import jax
 from tqdm import tqdm
 
 from jax_qmm import _extension
@@ -27,21 +26,14 @@ def problem_of(kernels, layer: convs.Layer, images: int):
 
 def measure_layer(layer: convs.Layer, images: int, kernels, gpu):
     """Yields what runs, and its microseconds."""
-    shape = layer.shape(images)
-    of_operations = 2e6 * shape[0] * shape[1] * shape[2] / gpu.peak
-
-    def timed(function, make) -> float:
-        measure._call_each.clear_cache()  # the same function runs other kernels
-        nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(make, 0)))
-        sets = [make(i) for i in range(measure.count_sets(nbytes, 12))]
-        return measure.jit_us(function, measure.chain(sets, max(of_operations, 60)))
-
-    contestants = convs.contestants("conv", layer, images)
+    m, n, k = layer.shape(images)
+    of_operations = 2e6 * m * n * k / gpu.peak
+    timed = lambda name: convs.calls("conv", layer, images, of_operations)[name]()
     for words in problem_of(kernels, layer, images).choices(gpu):
         kernels.restrict_conv(words)
-        yield words, timed(*contestants["ours"])
+        yield words, timed("ours")
         kernels.restrict_conv("")
-    yield "XLA bfloat16", timed(*contestants["xla_bf16"])
+    yield "XLA bfloat16", timed("xla_bf16")
 
 
 def main() -> None:

@@ -18,11 +18,10 @@ from tqdm import tqdm
 
 import jax_qmm
 from jax_qmm import QArray
-from jax_qmm.bench import measure
+from jax_qmm.bench import convs, measure
 
 STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))  # blocks, and channels within them; four times as many leave a block
 STEP = 0.06  # of int8 activations, whose deviation is about 1: up to 7.6
-DIMENSIONS = ("NHWC", "OHWI", "NHWC")
 
 
 def make_parameters(seed: int) -> dict:
@@ -48,9 +47,8 @@ def make_parameters(seed: int) -> dict:
     return found
 
 
-def geometry(window: int, stride: int) -> dict:
-    padding = [(window // 2,) * 2] * 2
-    return dict(window_strides=(stride,) * 2, padding=padding, dimension_numbers=DIMENSIONS)
+def geometry(x, w, stride: int) -> dict:
+    return convs.geometry(convs.Layer(x.shape[1], x.shape[3], w.shape[0], w.shape[1], stride))
 
 
 def in_bf16(parameters):
@@ -59,7 +57,7 @@ def in_bf16(parameters):
 
 def bf16_conv(x, layer, stride, activation):
     w, bias = layer
-    y = jax.lax.conv_general_dilated(x, w, **geometry(w.shape[1], stride)) + bias
+    y = jax.lax.conv_general_dilated(x, w, **geometry(x, w, stride)) + bias
     return jax.nn.relu(y) if activation else y
 
 
@@ -82,7 +80,7 @@ def int8_conv(x, layer, stride, activation):
     x = QArray(x, jnp.full((1,) * 4, STEP, jnp.float32))
     activation = "relu" if activation else None
     given = dict(bias=bias, activation=activation, out_dtype=jnp.int8, out_scale=STEP)
-    return jax_qmm.conv_general_dilated(x, w, **geometry(w.shape[1], stride), **given)
+    return jax_qmm.conv_general_dilated(x, w, **geometry(x, w, stride), **given)
 
 
 def int8_add(y, shortcut):

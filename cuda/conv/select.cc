@@ -86,8 +86,7 @@ double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
   if (i.is_depthwise) return from_memory;  // the table has the fastest first
   if (i.is_resident) {
     int64_t const steps = ceil_div(p.channels, i.tile_k) * p.taps[1] * p.taps[2];
-    double const computing = resident::predict(p.m, p.n, steps, i.tile_k, gpu);
-    return std::cbrt(std::pow(computing, 3) + std::pow(from_memory, 3));
+    return resident::predict(p.m, p.n, steps, i.tile_k, from_memory, gpu);
   }
   return std::max(i.wgmma ? estimate_wgmma(i, p, gpu) : estimate_portable(i, p, gpu), from_memory);
 }

@@ -78,8 +78,7 @@ double multistage(Instance const& i, ScaledMm const& p, Gpu const& gpu) {
 }
 
 double resident_b(Instance const& i, ScaledMm const& p, Gpu const& gpu) {
-  double const computing = resident::predict(p.m, p.n, ceil_div(p.k, i.tile_k), i.tile_k, gpu);
-  return std::cbrt(cube(computing) + cube(copying(p, gpu)));
+  return resident::predict(p.m, p.n, ceil_div(p.k, i.tile_k), i.tile_k, copying(p, gpu), gpu);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/gpu.h"
 #include "core/launch.h"
@@ -25,16 +26,17 @@ inline int64_t blocks_of_columns(int64_t m, int64_t n, Gpu const& gpu) {
   return std::clamp<int64_t>(gpu.sm_count / tiles, 1, std::max<int64_t>(1, ceil_div(m, kTileM * kWarpgroups)));
 }
 
-// Seconds, beside the reading of all operands. Fitted to 62 times on an H200, benchmarks/h200/resident_kernels.csv,
-// which it predicts to 6 % (root mean square).
-inline double predict(int64_t m, int64_t n, int64_t steps, int tile_k, Gpu const& gpu) {
+// Seconds, of which a copy of all bytes takes so many. Fitted to 62 times on an H200, which it predicts to 6 % (root
+// mean square): benchmarks/h200/resident_kernels.csv.
+inline double predict(int64_t m, int64_t n, int64_t steps, int tile_k, double copying, Gpu const& gpu) {
   constexpr double kLaunch = 4.2e-6;
   constexpr double kTurn = 2050, kStep = 284;  // cycles of a tile for each warpgroup of an SM, and of their steps,
   constexpr double kL2 = 62;                   // which read so many bytes a cycle
   double const turns = double(ceil_div(m, kTileM * kWarpgroups * blocks_of_columns(m, n, gpu)));
   double const waves = double(ceil_div(ceil_div(n, kTileN), gpu.sm_count));
   double const cycles = kTurn + double(steps) * (kStep + kWarpgroups * kTileM * tile_k / kL2);
-  return kLaunch + turns * waves * cycles / gpu.clock;
+  double const computing = kLaunch + turns * waves * cycles / gpu.clock;
+  return std::cbrt(std::pow(computing, 3) + std::pow(copying, 3));
 }
 
 }  // namespace jax_qmm::resident

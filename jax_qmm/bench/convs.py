@@ -93,7 +93,8 @@ NETWORKS = {
 }
 
 
-def _geometry(layer) -> dict[str, Any]:
+def geometry(layer: Layer) -> dict[str, Any]:
+    """How its window moves, as keywords of a convolution of NHWC images and OHWI weights."""
     return dict(
         window_strides=(layer.stride,) * 2,
         padding=[(layer.window // 2,) * 2] * 2,
@@ -106,25 +107,25 @@ def int8_conv(layer, x, w, scale, bias):
     """Ours, of int8 x and w `(O, H, W, I)` with a scale `(O,)` for each output channel."""
     x, w = QArray(x, jnp.full((1,) * 4, STEP_IN, jnp.float32)), QArray(w, scale[:, None, None, None])
     return jax_qmm.conv_general_dilated(
-        x, w, **_geometry(layer), bias=bias, activation="relu", out_dtype=jnp.int8, out_scale=STEP_OUT
+        x, w, **geometry(layer), bias=bias, activation="relu", out_dtype=jnp.int8, out_scale=STEP_OUT
     )
 
 
 def xla_int8_conv(layer, x, w, scale, bias):
     """The same, written for XLA alone, which has no sums of int32 on a GPU."""
-    sums = jax.lax.conv_general_dilated(x, w, **_geometry(layer), preferred_element_type=jnp.float32)
+    sums = jax.lax.conv_general_dilated(x, w, **geometry(layer), preferred_element_type=jnp.float32)
     y = jax.nn.relu(STEP_IN * (scale * sums) + bias)
     return jnp.clip(jnp.rint(y / STEP_OUT), -128, 127).astype(jnp.int8)
 
 
 def weight_only_conv(layer, x, w, bias):
     """Ours, of bfloat16 x and a packed w."""
-    return jax_qmm.conv_general_dilated(x, w, **_geometry(layer), bias=bias, activation="relu")
+    return jax_qmm.conv_general_dilated(x, w, **geometry(layer), bias=bias, activation="relu")
 
 
 def xla_bf16_conv(layer, x, w, bias):
     """The convolution that quantizing replaces."""
-    return jax.nn.relu(jax.lax.conv_general_dilated(x, w, **_geometry(layer)) + bias)
+    return jax.nn.relu(jax.lax.conv_general_dilated(x, w, **geometry(layer)) + bias)
 
 
 def layers_of(scheme: str) -> list[tuple[str, Layer]]:

@@ -17,17 +17,13 @@ def times_of(path):
     return found
 
 
-def test_choices_of_int8_are_near_the_fastest_that_was_measured(extension, h200, stored):
+def test_choices_of_int8_are_near_the_fastest_that_was_measured(extension, h200, stored, load_script):
     """Of each layer the fastest kernels are known. Those that are not choose among depthwise kernels, by no times."""
+    problem_of = load_script("benchmarks/conv/kernels.py").problem_of
     ratios, layers = {}, times_of(stored("conv_kernels.csv"))
     for (words, images), times in layers.items():
         layer = LAYERS[words]
-        image, pixels, taps = ((1, size, size) for size in (layer.size, layer.out_size, layer.window))
-        strides, before = (1, layer.stride, layer.stride), (0, layer.window // 2, layer.window // 2)
-        problem = extension.ConvProblem(
-            *(1, images, layer.channels // layer.groups, layer.out, layer.groups),
-            *(image, taps, pixels, strides, before, (1, 1, 1), "int8", False),
-        )
+        problem = problem_of(extension, layer, images)
         chosen = problem.select(h200)
         if layer.groups == 1 and chosen in times:
             ratios[words, images] = times[chosen] / min(us for kernel, us in times.items() if "XLA" not in kernel)
