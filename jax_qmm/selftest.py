@@ -414,7 +414,8 @@ def check_conv(
             on_cpu = jax.device_put((lhs, rhs, given), jax.devices("cpu")[0])
             want = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))(*on_cpu)
         run = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params))
-        problem = (1, CONV_IMAGES, channels, out, groups, *in_three, *moves, dtype, zero_points)
+        padded = conv.padded_channels(rhs.shape, window)
+        problem = (1, CONV_IMAGES, padded, out, groups, *in_three, *moves, dtype, zero_points)
         choices = kernels.ConvProblem(*problem).choices(gpu)
         for words, got in _by_each(kernels.restrict_conv, choices, lambda: run(lhs, rhs, given)):
             wrong = int((_bits(got) != _bits(np.asarray(want))).sum())

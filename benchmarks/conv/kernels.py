@@ -20,8 +20,10 @@ def problem_of(kernels, layer: convs.Layer, images: int):
     """What the extension knows of a layer: batch, images, channels and groups, sizes, moves, and the result."""
     sizes = ((1, size, size) for size in (layer.size, layer.window, layer.out_size))
     moves = (1, layer.stride, layer.stride), (0, layer.window // 2, layer.window // 2), (1, 1, 1)
-    channels = layer.channels // layer.groups, layer.out, layer.groups
-    return kernels.ConvProblem(1, images, *channels, *sizes, *moves, "int8", False)
+    channels = layer.channels // layer.groups
+    if channels == 3:
+        channels = 4  # as they are padded at each call
+    return kernels.ConvProblem(1, images, channels, layer.out, layer.groups, *sizes, *moves, "int8", False)
 
 
 def measure_layer(layer: convs.Layer, images: int, kernels, gpu):

@@ -15,6 +15,7 @@ struct Instance {
   cudaError_t (*launch)(Conv const&, Submit const&);
   int shared_bytes = 0;
   bool is_depthwise = false;
+  int steps_of_window = 0;  // of the kernels for windows of few bytes, which have so many 32 bytes
   // Of implicit GEMMs.
   int tile_m = 0, tile_n = 0, tile_k = 0, stages = 0, blocks_per_sm = 0;
   bool wgmma = false;        // of Hopper alone
@@ -24,6 +25,7 @@ struct Instance {
 
 // In a source for each.
 void add_implicit_gemm(std::vector<Instance>& to);
+void add_short_window(std::vector<Instance>& to);
 void add_depthwise_square(std::vector<Instance>& to);
 void add_depthwise(std::vector<Instance>& to);
 void add_wgmma(std::vector<Instance>& to);

@@ -70,7 +70,7 @@ def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype)
     vectors = _with_sums(lhs, rhs, dict(zip(names, vectors)), window)
     if (together := _groups_together(rhs.shape[1:], window, names)) > 1:
         rhs, window = _with_zeros(rhs, window.groups, together), _regrouped(window, together)
-    if (padded := _padded(rhs.shape[1:], window)) != rhs.shape[-1]:
+    if (padded := padded_channels(rhs.shape[1:], window)) != rhs.shape[-1]:
         lhs, rhs = _pad_groups(lhs, window.groups, padded), _pad_groups(rhs, 1, padded)
     reshaped = lambda x: x.reshape(*x.shape[:2], *in_three(x.shape[2:-1]), x.shape[-1])
     result = (math.prod(shape[:num_batch]), shape[num_batch], *in_three(shape[num_batch + 1 : -1]), shape[-1])
@@ -117,7 +117,7 @@ def _with_zeros(rhs, groups, together):
     return (rhs[..., None, :] * is_own).reshape(*rhs.shape[:-1], together * rhs.shape[-1])
 
 
-def _padded(rhs, window):
+def padded_channels(rhs, window):
     """Channels of a group as kernels have them, with zeros behind: whole copies of 16, of few channels shorter ones."""
     channels = rhs[-1]
     if channels % _ALIGNED == 0 or _is_depthwise(rhs, window):
@@ -200,7 +200,7 @@ def _choice(operands, results, *, names, num_batch, window, out_dtype, **params)
         return "kernel, chosen at run time: the shapes are symbolic"
     together = _groups_together(rhs, window, names)
     channels, window = channels * together, _regrouped(window, together)
-    padded = _padded((*rhs[:-1], channels), window)
+    padded = padded_channels((*rhs[:-1], channels), window)
     axes = slice(num_batch + 1, -1)
     sizes = in_three(operands[0].shape[axes]), in_three(taps), in_three(shape[axes]), *window.moves()
     images = math.prod(shape[:num_batch]), shape[num_batch]

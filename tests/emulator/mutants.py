@@ -94,6 +94,16 @@ TESTS = {
         ),
         CONVS.format("test_parts_of_k[channels of several stages-wgmma 128x64x128 split-K 4]"),
     ],
+    "short windows": [
+        *(
+            CONVS.format(f"test_sums_of_short_windows[(127, None)-{name}-windows of {size} bytes]")
+            for name, size in (
+                *(("7x7 stride 2", 224), ("asymmetric padding", 64), ("cut", 64), ("one axis", 64)),
+                *(("several turns", 64), ("pieces of 4 bytes", 64)),
+            )
+        ),
+        CONVS.format("test_outputs_of_short_windows[35-relu-int8-windows of 64 bytes]"),
+    ],
     "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 144)],
     "squares": [
         CONVS.format(f"test_sums_of_squares[(127, None)-{name}]")
@@ -130,6 +140,7 @@ class Mutant:
 GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
 QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "conv/implicit_gemm.cu"
 WINDOWS, DEPTHWISE, SQUARES = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise", "depthwise_square"))
+SHORT_WINDOWS = "conv/short_window.cu"
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 WRITE_ROWS, RESIDENT_B = "scaled_mm/write_rows.cuh", "scaled_mm/resident.cuh"
 ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cuh"
@@ -321,6 +332,30 @@ MUTANTS = [
         "  __syncthreads();  // the epilogue's terms take the place of the stages\n",
     ),
     Mutant("conv: no barrier before the terms are read", CONV, "  __syncthreads();\n  sm80::write", "  sm80::write"),
+    Mutant(
+        "short windows: a line beyond the image", SHORT_WINDOWS, "unsigned(y) < unsigned", "unsigned(y) <= unsigned"
+    ),
+    Mutant(
+        "short windows: no barrier",
+        SHORT_WINDOWS,
+        "    __syncthreads();  // all have copied this part, and are done with the other\n",
+    ),
+    Mutant("short windows: no wait for copies", SHORT_WINDOWS, "    wait_for_copies<0>();\n"),
+    Mutant("short windows: one part of images", SHORT_WINDOWS, "copy_tile(tile, turn ^ 1)", "copy_tile(tile, turn)"),
+    Mutant("short windows: weights beyond the last tap", SHORT_WINDOWS, "there && n < p.n ?", "n < p.n ?"),
+    Mutant("short windows: weights beyond the last channel", SHORT_WINDOWS, "there && n < p.n ?", "there ?"),
+    Mutant("short windows: channels beyond the last", SHORT_WINDOWS, "|| n >= p.n) continue", ") continue"),
+    Mutant(
+        "short windows: pixels right of the last", SHORT_WINDOWS, "x >= p.pixels_across ||", "x > p.pixels_across ||"
+    ),
+    Mutant("short windows: lines below the last", SHORT_WINDOWS, " && at.y + y < p.pixels_down", ""),
+    Mutant(
+        "short windows: pieces begin at the first window",
+        SHORT_WINDOWS,
+        "words_of_pixel + part.shift",
+        "words_of_pixel",
+    ),
+    Mutant("short windows: whole stores everywhere", SHORT_WINDOWS, "if (p.stores_whole)", "if (true)"),
     Mutant(
         "depthwise: a line beyond the image", "conv/window.cuh", "unsigned(y) < image[1]", "unsigned(y) <= image[1]"
     ),

@@ -74,6 +74,30 @@ def test_which_weights_are_resident(served_by, changes, fits):
     assert any("resident" in each for each in words) == fits
 
 
+FIRST_LAYER = dict(channels=4, image=(1, 224, 224), taps=(1, 7, 7), strides=(1, 2, 2), before=(0, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        (dict(), [224]),
+        (dict(zero_points=True, out_dtype="bfloat16", batch=2, n=63), [224]),
+        (dict(taps=(1, 3, 3)), [64, 128, 224]),
+        (dict(taps=(1, 3, 3), channels=24, strides=(1, 1, 1)), [224]),
+        (dict(taps=(1, 3, 3), channels=28), []),
+        (dict(taps=(1, 3, 3), channels=4, groups=2), []),
+        (dict(taps=(1, 3, 3), strides=(1, 5, 5)), []),
+        (dict(taps=(2, 3, 3)), []),
+    ],
+    ids=str,
+)
+def test_which_windows_are_short(served_by, changes, sizes):
+    """Those of so many bytes at most, whose tiles have parts of images that fit into shared memory."""
+    words, chosen = served_by(**FIRST_LAYER | dict(pixels=(1, 112, 112)) | changes)
+    assert [each for each in words if "windows of" in each] == [f"sm80 windows of {size} bytes int8" for size in sizes]
+    assert (chosen == f"sm80 windows of {min(sizes, default=0)} bytes int8") == bool(sizes)
+
+
 def test_k_is_split_over_no_more_parts_than_it_has_steps(served_by):
     words, _ = served_by(taps=(1, 1, 3), pixels=(1, 58, 56), image=(1, 56, 56), before=(0, 1, 1))
     assert any("split-K 2" in each for each in words) and not any("split-K 4" in each for each in words)

@@ -1,6 +1,7 @@
 """The kernels for convolutions, each tile in turn: bit for bit as the reference, and as integers in numpy."""
 
 import dataclasses
+import math
 
 import conv_oracle
 import jax
@@ -26,6 +27,7 @@ HOPPER, IN_PARTS = (
     )
 )
 RESIDENT = tuple(f"sm90 resident weights {tile} int8" for tile in ("64x64x64", "64x64x128"))
+SHORT_WINDOWS = tuple(f"sm80 windows of {size} bytes int8" for size in (64, 128, 224))
 SAME = ((1, 1), (1, 1))
 
 # Windows of every kind, with few values in a stage of K and more than one, and tiles that begin and end within images.
@@ -92,6 +94,20 @@ SQUARES = {
     "7x7, small image": square((2, 3), 7, 1, groups=4),
 }
 
+# Windows of few bytes, with lines of images that are copied in pieces of 16 bytes, of which the first begins in the
+# image's padding or not, and others; and tiles of 4, 8 and 16 lines, of which blocks take one or several.
+SHORT = {
+    "7x7 stride 2": case((37, 40), (7, 7), (2, 2), ((3, 2), (3, 3)), channels=3, out=40, images=3),
+    "pieces of 4 bytes": case((17, 15), (3, 3), padding=SAME, channels=4, out=35),
+    "asymmetric padding": case((8, 12), (3, 3), (2, 1), ((0, 3), (6, 1)), channels=4, out=64),
+    "cut": case((12, 36), (3, 2), (1, 2), ((-2, 1), (-1, -3)), channels=8, out=17),
+    "wide padding": case((3, 4), (2, 2), (1, 1), ((5, 4), (4, 6)), channels=16, out=8),
+    "dilation": case((11, 24), (3, 2), (1, 2), ((2, 2), (0, 3)), (3, 4), channels=8, out=12),
+    "one axis": case((150,), (5,), (2,), ((3, 1),), channels=12, out=9, images=3),
+    "several turns": case((35, 34), (3, 3), padding=SAME, channels=4, out=64, images=-4),
+    "many turns": case((34, 33), (2, 2), channels=4, out=33, images=-1),
+}
+
 
 def id_of(words):
     return words.replace("sm80 ", "").replace("sm90 ", "").replace("implicit GEMM ", "").replace(" int8", "")
@@ -118,6 +134,11 @@ def general(extension):
 def of_hopper(c):
     """Whether Hopper's kernels serve a case: up to two spatial axes, and channels in 16s."""
     return len(c.taps) <= 2 and c.channels % 16 == 0
+
+
+def of_gpu(c, gpu):
+    """A case whose images are as many as the GPU has SMs, or one for so many of them, if it says so."""
+    return c if c.images > 0 else dataclasses.replace(c, images=max(2, gpu.sm_count // -c.images))
 
 
 def along_first(vector, ndim):
@@ -187,7 +208,7 @@ def test_parts_of_k(on_reference, tile, name):
 @pytest.mark.parametrize(
     "c",
     [
-        case((20, 26), (3, 3), padding=SAME, channels=16, out=272, images=-1),
+        case((20, 26), (3, 3), padding=SAME, channels=16, out=272, images=-4),
         case((37,), (5,), (2,), ((3, 1),), channels=16, out=16, images=3),
         case((5, 6), (3, 2), padding=SAME, channels=144, out=80, images=3),
         case((8, 6), (3, 3), (2, 1), ((0, 3), (4, 1)), channels=16, out=64),
@@ -196,8 +217,7 @@ def test_parts_of_k(on_reference, tile, name):
     ids=["several turns", "one axis", "channels of several steps", "asymmetric padding", "dilation"],
 )
 def test_resident_weights(on_reference, gpu, tile, c, out_dtype):
-    if c.images < 0:  # so many that warpgroups take several tiles, and stages are loaded again
-        c = dataclasses.replace(c, images=max(2, gpu.sm_count // 4))
+    c = of_gpu(c, gpu)  # warpgroups take several tiles, and stages are loaded again
     lhs, rhs = operands(c)
     bias = jnp.asarray(np.linspace(-1, 1, c.out, dtype=F32))
     check(on_reference, c, lhs, rhs, bias, tile=tile, activation="relu", **output_of(out_dtype))
@@ -237,6 +257,28 @@ def test_outputs_of_squares(on_reference, name, out_dtype):
     activation = (-1, 3) if out_dtype == np.int8 else None
     bias = jnp.asarray(np.linspace(-1, 1, c.groups, dtype=F32))
     check(on_reference, c, *operands(c, "each"), bias, None, "depthwise", activation=activation, **output_of(out_dtype))
+
+
+@pytest.mark.parametrize("tile", SHORT_WINDOWS, indirect=True, ids=id_of)
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("zero_points", [(None, None), ("each", "each"), (127, None)], ids=str)
+def test_sums_of_short_windows(on_reference, gpu, tile, name, zero_points):
+    c = of_gpu(SHORT[name], gpu)
+    if math.prod(c.taps) * (-(-c.channels // 4) * 4) > int(tile.split()[3]):
+        pytest.skip("the window has more bytes")
+    lhs, rhs = operands(c, *zero_points)
+    got = check(on_reference, c, lhs, rhs, tile=tile, out_dtype=jnp.int32)
+    np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
+
+
+@pytest.mark.parametrize("tile", SHORT_WINDOWS, indirect=True, ids=id_of)
+@pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
+@pytest.mark.parametrize("out, activation", [(40, None), (35, "relu"), (36, (-0.5, 0.25))])
+def test_outputs_of_short_windows(on_reference, tile, out, activation, out_dtype):
+    """With rows of the output that begin at whole stores and others."""
+    c = case((9, 20), (3, 3), padding=SAME, channels=4, out=out, images=3)
+    bias = jnp.asarray(np.linspace(-1, 1, out, dtype=F32).astype(BF16))
+    check(on_reference, c, *operands(c, "each"), bias, tile=tile, activation=activation, **output_of(out_dtype))
 
 
 @pytest.mark.parametrize("zero_l", [None, -128, 127, "each"])
@@ -354,6 +396,7 @@ def test_empty(on_reference):
     ("c", "words"),
     [
         (case((5, 5), (3, 3), channels=3), "channels padded to 4 at each call"),
+        (case((224, 224), (7, 7), (2, 2), ((3, 3), (3, 3)), channels=3, out=64), "windows of 224 bytes"),
         (case((5, 5), (3, 3), channels=18), "channels padded to 32 at each call"),
         (case((5, 5), (3, 3), channels=4, out=4, groups=32), "16 groups in one with zeros between them"),
         (case((5, 5), (3, 3), channels=1, out=1, groups=6), "6 groups in one with zeros between them"),
