@@ -157,7 +157,7 @@ class ConvForm(NamedTuple):
             groups = self.batch_groups
             lhs = lhs.reshape(*lhs.shape[:batch], groups, lhs.shape[batch] // groups, *lhs.shape[batch + 1 :])
             lhs = jnp.moveaxis(lhs, batch, channels)  # before the channels, as an axis went from before or behind them
-            lhs = lhs.reshape(*lhs.shape[:channels], -1, *lhs.shape[channels + 2 :])
+            lhs = lhs.reshape(*lhs.shape[:channels], groups * lhs.shape[channels + 1], *lhs.shape[channels + 2 :])
         return jax.lax.conv_general_dilated(
             *(lhs, rhs, *self.window[:4], self.numbers, groups, 1, precision), preferred_element_type=dtype
         )

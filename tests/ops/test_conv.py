@@ -145,6 +145,12 @@ def test_without_qarrays_it_is_the_function_of_lax():
     )
 
 
+def test_no_images_in_groups_of_the_batch():
+    c = case((3,), (2,), images=0, channels=2, out=4)
+    lhs, rhs = (QArray(jnp.zeros(shape, jnp.int8), ONE[0]) for shape in (c.lhs_shape(), c.rhs_shape()))
+    assert jax_qmm.conv_general_dilated(lhs, rhs, **c.keywords(), batch_group_count=2).shape == (0, 2, 4)
+
+
 # A float lhs
 
 
