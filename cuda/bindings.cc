@@ -322,10 +322,12 @@ void bind_expanded_mm(nb::module_& m) {
 void bind_conv(nb::module_& m) {
   nb::class_<Conv>(m, "ConvProblem", "A convolution, and the kernel that can compute it.")
       .def(nb::new_([](int batch, int images, int channels, int n, int groups, Sizes image, Sizes taps, Sizes pixels,
-                       Sizes strides, Sizes before, Sizes dilation, std::string const& out, bool zero_points) {
+                       Sizes strides, Sizes before, Sizes dilation, std::string const& out, bool zero_points,
+                       std::string const& residual) {
              Conv problem{};
-             static float const somewhere = 0;  // any address: nobody reads there
+             alignas(16) static float const somewhere = 0;  // any address: nobody reads there
              if (zero_points) problem.azp.data = &somewhere;
+             if (!residual.empty()) problem.residual = {&somewhere, dtype(residual)};
              problem.batch = batch;
              problem.images = images, problem.channels = channels, problem.n = n, problem.groups = groups;
              problem.image = image, problem.taps = taps, problem.pixels = pixels;
@@ -337,8 +339,10 @@ void bind_conv(nb::module_& m) {
            }),
            nb::arg("batch"), nb::arg("images"), nb::arg("channels"), nb::arg("n"), nb::arg("groups"), nb::arg("image"),
            nb::arg("taps"), nb::arg("pixels"), nb::arg("strides"), nb::arg("before"), nb::arg("dilation"),
-           nb::arg("out_dtype"), nb::arg("zero_points"),
-           "Of channels of a group and output channels n, and whether any side has zero points. The others are of "
+           nb::arg("out_dtype"), nb::arg("zero_points"), nb::arg("residual") = "",
+           "Of channels of a group and output channels n, whether any side has zero points, and the dtype of a "
+           "residual, "
+           "if there is one. The others are of "
            "three axes: sizes of the image, the window "
            "and the result, strides, padding before the image, and dilation of the window.")
       .def(

@@ -86,8 +86,11 @@ CONVOLUTIONS = (
     *((1, 20, 20, (t,) * 2, (stride,) * 2, (1, 1), PADDING) for t, stride in ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))),
 )
 CONV_IMAGES, CONV_IMAGE = 3, (17, 19)
-# Dtypes of the result, and whether there are zero points.
-CONV_KINDS = (("bfloat16", True), ("float32", True), ("int32", True), ("int8", True), ("int8", False))
+# Dtypes of the result, whether there are zero points, and the dtype of a residual.
+CONV_KINDS = (
+    *((dtype, True, None) for dtype in ("bfloat16", "float32", "int32", "int8")),
+    *(("int8", False, residual) for residual in (None, "int8", "bfloat16")),
+)
 
 # Rows of x beside int4 weights that become int8: few, which all kernels of expanded_mm serve, and more than a tile's.
 EXPANDED_ROWS = (7, 133)
@@ -401,12 +404,20 @@ def check_conv(
     window = Window(strides, padding, (1, 1), dilation, groups)
     in_three = [(1, *sizes) for sizes in (CONV_IMAGE, taps, window.out_shape(CONV_IMAGE, taps))]
     moves = (1, *strides), (0, *(before for before, _ in padding)), (1, *dilation)
-    for dtype, zero_points in CONV_KINDS:
+    for dtype, zero_points, residual in CONV_KINDS:
+        if residual and groups == out:  # XLA adds those of depthwise convolutions
+            continue
         output = (
             {"out_scale": jnp.float32(3000), "out_zero_point": jnp.int32(OUT_ZERO_POINT)} if dtype == "int8" else {}
         )
         of_sides = {name: x for name, x in vectors.items() if zero_points or "scale" in name}
         given = {name: x for name, x in (of_sides | output).items() if dtype != "int32" or "zero" in name}
+        if residual:
+            given["residual"] = int8(CONV_IMAGES, *in_three[2][1:], out)
+            if residual == "int8":
+                given |= {"scale_residual": jnp.float32(900), "zero_point_residual": jnp.int32(OUT_ZERO_POINT)}
+            else:
+                given["residual"] = 900 * given["residual"].astype(residual)
         params: dict[str, Any] = dict(
             num_batch=0, window=window, activation=activations.NONE, out_dtype=jnp.dtype(dtype)
         )
@@ -415,13 +426,15 @@ def check_conv(
             want = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))(*on_cpu)
         run = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params))
         padded = conv.padded_channels(rhs.shape, window)
-        problem = (1, CONV_IMAGES, padded, out, groups, *in_three, *moves, dtype, zero_points)
+        problem = (1, CONV_IMAGES, padded, out, groups, *in_three, *moves, dtype, zero_points, residual or "")
         choices = kernels.ConvProblem(*problem).choices(gpu)
         for words, got in _by_each(kernels.restrict_conv, choices, lambda: run(lhs, rhs, given)):
             wrong = int((_bits(got) != _bits(np.asarray(want))).sum())
             shape = f"{channels} x {groups} channels to {out}, window {taps}"
             yield Result(
-                f"conv, int8 to {dtype}" + ("" if zero_points else ", no zero points"),
+                f"conv, int8 to {dtype}"
+                + ("" if zero_points else ", no zero points")
+                + (f", {residual} residual" if residual else ""),
                 _extension.as_compiled(kernels, words, gpu),
                 shape,
                 wrong,

@@ -286,18 +286,29 @@ def check_convolution(rng, cpu):
             given["bias"] = vectors["bias"] = rng.uniform(-2, 2, len(rhs)).astype("f")
     if out_dtype == "int8":
         given |= {"out_scale": np.float32(rng.uniform(0.01, 0.1)), "out_zero_point": np.int32(rng.integers(-20, 20))}
+    wide = (x.astype(np.int64) - (zero or 0) for x, zero in ((lhs, zero_l), (rhs, zero_r)))
+    want = conv_oracle.sums(case, *wide).astype(np.int32)
+    residual, scale_residual, zero_residual = None, np.float32(rng.uniform(-0.05, 0.05)), int(rng.integers(-9, 9))
+    if out_dtype != "int32" and rng.random() < 0.4:
+        residual = conv_oracle.int8(rng, *want.shape)
+        if rng.random() < 0.5:
+            residual = jnp.asarray(residual / 40, str(rng.choice(["bfloat16", "float16", "float32"])))
 
-    def convolution(lhs, rhs, given):
+    def convolution(lhs, rhs, given, residual):
         def qarray(x, scale, zero):
             scale = jnp.asarray(scale).reshape(-1, *ones(x)[1:])
             return jax_qmm.QArray(x, scale, None if zero is None else jnp.full(scale.shape, zero, jnp.int32))
 
         lhs, rhs = qarray(lhs, scale_l, zero_l), qarray(rhs, scale_r, zero_r)
-        return jax_qmm.conv_general_dilated(lhs, rhs, **case.keywords(), **given, **options)
+        if residual is not None and residual.dtype == jnp.int8:
+            residual = qarray(residual, scale_residual, zero_residual)
+        return jax_qmm.conv_general_dilated(lhs, rhs, **case.keywords(), **given, residual=residual, **options)
 
-    got = np.asarray(jax.jit(convolution)(lhs, rhs, given))
-    wide = (x.astype(np.int64) - (zero or 0) for x, zero in ((lhs, zero_l), (rhs, zero_r)))
-    want = conv_oracle.sums(case, *wide).astype(np.int32)
+    got = np.asarray(jax.jit(convolution)(lhs, rhs, given, residual))
+    if residual is not None:
+        values = jnp.asarray(residual, "f").reshape(-1, len(rhs))
+        is_int8 = residual.dtype == jnp.int8
+        vectors["residual"] = (scale_residual, values - zero_residual) if is_int8 else (None, values)
     if out_dtype != "int32":
         activation = checks.activation(options.pop("activation"))
         with jax.default_device(cpu):
@@ -307,6 +318,7 @@ def check_convolution(rng, cpu):
         want = np.asarray(want).reshape(got.shape)
     wrong = bits(got) != bits(want)
     kind = f"{'depthwise ' if groups == 48 else ''}convolution to {out_dtype}"
+    kind += "" if residual is None else " with a residual"
     return kind, f"{kind}, {case}, {zero_l}, {zero_r}: {wrong.sum()} of {wrong.size} wrong" if wrong.any() else ""
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/conv/resnet50.py --csv resnet50.csv
 
-The int8 network has jax_qmm's convolutions, which give int8 results; XLA adds the shortcuts, pools, and rounds. Batch
-normalization is folded into weights and bias, as for serving. Weights are random; how near the logits of both networks
-are, as the least cosine of an image's, says that they compute the same. Needs a GPU that has kernels.
+The int8 network has jax_qmm's convolutions, which add shortcuts and give int8 results; XLA pools. Batch normalization
+is folded into weights and bias, as for serving. Weights are random; how near the logits of both networks are, as the
+least cosine of an image's, says that they compute the same. Needs a GPU that has kernels.
 """
 
 import argparse
@@ -55,14 +55,11 @@ def in_bf16(parameters):
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters)
 
 
-def bf16_conv(x, layer, stride, activation):
+def bf16_conv(x, layer, stride, activation, shortcut=None):
     w, bias = layer
     y = jax.lax.conv_general_dilated(x, w, **geometry(x, w, stride)) + bias
+    y = y if shortcut is None else y + shortcut
     return jax.nn.relu(y) if activation else y
-
-
-def bf16_add(y, shortcut):
-    return jax.nn.relu(y + shortcut)
 
 
 def bf16_head(x, layer):
@@ -75,17 +72,12 @@ def in_int8(parameters):
     return {name: (jax_qmm.quantize(w, axis=(1, 2, 3)), bias) for name, (w, bias) in parameters.items()}
 
 
-def int8_conv(x, layer, stride, activation):
+def int8_conv(x, layer, stride, activation, shortcut=None):
     w, bias = layer
-    x = QArray(x, jnp.full((1,) * 4, STEP, jnp.float32))
-    activation = "relu" if activation else None
-    given = dict(bias=bias, activation=activation, out_dtype=jnp.int8, out_scale=STEP)
-    return jax_qmm.conv_general_dilated(x, w, **geometry(x, w, stride), **given)
-
-
-def int8_add(y, shortcut):
-    """Of two int8 activations with the same step: the sum of their integers, of which relu leaves those above 0."""
-    return jnp.clip(y.astype(jnp.int32) + shortcut, 0, 127).astype(jnp.int8)
+    quantized = lambda values: QArray(values, jnp.full((1,) * 4, STEP, jnp.float32))
+    given = dict(bias=bias, activation="relu" if activation else None, out_dtype=jnp.int8, out_scale=STEP)
+    residual = None if shortcut is None else quantized(shortcut)
+    return jax_qmm.conv_general_dilated(quantized(x), w, **geometry(x, w, stride), residual=residual, **given)
 
 
 def int8_head(x, layer):
@@ -96,8 +88,8 @@ def int8_head(x, layer):
     )
 
 
-def resnet50(conv, add, head, parameters, x):
-    """Logits `(images, 1000)` of `(images, 224, 224, 3)`, by what computes a convolution, a sum and the last layer."""
+def resnet50(conv, head, parameters, x):
+    """Logits `(images, 1000)` of `(images, 224, 224, 3)`, by what computes a convolution and the last layer."""
     x = conv(x, parameters["first"], 2, True)
     least = jnp.array(-128 if x.dtype == jnp.int8 else -jnp.inf, x.dtype)
     x = jax.lax.reduce_window(x, least, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -107,16 +99,16 @@ def resnet50(conv, add, head, parameters, x):
             shortcut = conv(x, parameters[f"{name} shortcut"], stride, False) if b == 0 else x
             y = conv(x, parameters[f"{name} in"], 1, True)
             y = conv(y, parameters[f"{name} window"], stride, True)
-            x = add(conv(y, parameters[f"{name} out"], 1, False), shortcut)
+            x = conv(y, parameters[f"{name} out"], 1, True, shortcut)
     return head(x, parameters["last"])
 
 
 def int8_resnet50(parameters, x):
-    return resnet50(int8_conv, int8_add, int8_head, parameters, x)
+    return resnet50(int8_conv, int8_head, parameters, x)
 
 
 def bf16_resnet50(parameters, x):
-    return resnet50(bf16_conv, bf16_add, bf16_head, parameters, x)
+    return resnet50(bf16_conv, bf16_head, parameters, x)
 
 
 def least_cosine(a, b) -> float:

@@ -2,11 +2,13 @@
 //
 //   l[i, q, c] = lhs[i, q, c] - zero_point_lhs[i], r[o, t, c] = rhs[o, t, c] - zero_point_rhs[o]
 //   sum[i, p, o] = sum_{t, c} l[i, p * strides + t * dilation - before, c of o's group] * r[o, t, c]
-//   y[i, p, o] = scale_lhs[i] * scale_rhs[o] * sum[i, p, o] + bias[o]
+//   y[i, p, o] = scale_lhs[i] * scale_rhs[o] * sum[i, p, o] + bias[o] + residual[i, p, o]
 //   out[i, p, o] = activation(y[i, p, o])
 //
 // for each entry of a batch. q, p and t have three axes each. Where the window reaches out of an image it adds nothing.
-// The sums are int32, modulo 2^32; what follows them is that of scaled_mm/problem.h, int32 outputs included.
+// The sums are int32, modulo 2^32; what follows them is that of scaled_mm/problem.h, int32 outputs included. A residual
+// of int8 is scale_residual * (residual - zero_point_residual), which joins what stands before it by one fused
+// multiply-add.
 //
 // It is computed as a product: a row of it is an output pixel, a column an output channel, and K is taps, then channels
 // of a group. Outside of an image stands its zero point, so that what it adds is the same for all pixels of an image:
@@ -38,7 +40,9 @@ struct Conv : ScaledMm, Windows {
   static constexpr int kMostGroups = 65535;  // that a grid has
   static constexpr int kMostTaps = 256;      // of a depthwise convolution
 
-  int sums;  // m * groups
+  int sums;         // m * groups
+  Vector residual;  // (batch, m, n), int8 or float
+  Vector scale_residual, zero_point_residual;
 
   bool has_zero_points() const {
     return azp.data != nullptr || azp_adj.data != nullptr || sums_a.data != nullptr || azp_b.data != nullptr;

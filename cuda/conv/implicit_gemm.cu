@@ -1,6 +1,7 @@
 // Kernels of several stages (multistage.cuh) whose rows of a are windows on images: each 16 bytes of a tile are looked
 // up as they are copied, and no image is ever spread out in memory.
 #include "conv/instances.h"
+#include "conv/residual.cuh"
 #include "conv/window.cuh"
 #include "core/launch.cuh"
 #include "core/prepare.h"
@@ -15,6 +16,7 @@ struct Params {
   Window window;
   Columns columns;
   int columns_of_group, groups;
+  ResidualArg residual;
 };
 
 // Where the block's tile is: of the columns, in its group's.
@@ -133,7 +135,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) conv_kernel(Para
     terms.sums_a = from.sums_a.load(at.l, m * p.groups + at.group);
   });
   __syncthreads();
-  sm80::write_tile<C>(acc, p.product, at, shared);
+  Residual const residual = p.residual.at(at.l);
+  sm80::write_tile<C>(acc, p.product, at, shared,
+                      [&](auto& values, int64_t place, int there) { residual.add(values, place, there); });
 }
 
 template <class C>
@@ -150,7 +154,9 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
   uintptr_t const in = address(problem.a) | address(problem.b) | uintptr_t(problem.channels);
   product.copied = in % 16 == 0 ? 16 : in % 8 == 0 ? 8 : 4;
   product.stores_whole = (address(problem.out) | uintptr_t(columns) * bytes_of(problem.out_dtype)) % 16 == 0;
-  Params const params{product, Window(problem), Columns(problem), columns, problem.groups};
+  Params const params{product,          Window(problem),
+                      Columns(problem), columns,
+                      problem.groups,   ResidualArg(problem, columns, bytes_of(problem.out_dtype) == 4 ? 4 : 8)};
   unsigned const blocks = product.tiles_m * product.tiles_n * unsigned(problem.batch);
   LaunchShape const shape{dim3(blocks, 1, problem.groups), C::kThreads, C::kSharedBytes};
   return jax_qmm::launch(submit, shape, conv_kernel<C>, params);

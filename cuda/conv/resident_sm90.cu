@@ -2,6 +2,7 @@
 // without zero points.
 #include "conv/im2col_sm90.cuh"
 #include "conv/instances.h"
+#include "conv/residual.cuh"
 #include "conv/window.cuh"
 #include "scaled_mm/resident.cuh"
 
@@ -10,8 +11,22 @@ namespace {
 
 using namespace resident;
 
+// The residual of int8, whose rows begin at whole pieces as those of the output do.
+struct AddsInt8 {
+  Residual residual;
+
+  __device__ uint4 load(int64_t at) const { return *reinterpret_cast<uint4 const*>(residual.data + at); }
+  __device__ void add(float (&values)[kEach], uint4 piece) const {
+    uint32_t const words[] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) values[i] = residual.scaled(int8_t(words[i / 4] >> i % 4 * 8), values[i]);
+  }
+};
+
+template <bool kHasResidual>
 struct Pixels {
   static constexpr bool kHasZeroPoints = false;
+  std::conditional_t<kHasResidual, ResidualArg, AddsNothing> residual;
   Window window;
   int channels, chunks, taps_x;  // the channels of a tap come in so many steps
 
@@ -45,6 +60,13 @@ struct Pixels {
 
   // Of a pixel's scale.
   __device__ int entry_of(int pixel) const { return window.image_of(pixel); }
+  __device__ auto adder() const {
+    if constexpr (kHasResidual) {
+      return AddsInt8{residual.at(0)};
+    } else {
+      return residual;
+    }
+  }
 };
 
 template <class C>
@@ -58,21 +80,36 @@ cudaError_t launch_resident(Conv const& p, Submit const& submit) {
   if (cudaError_t const error = current_gpu(gpu)) return error;
   CUtensorMap boxes;
   if (cudaError_t const error = make_image_boxes(p, kTileM, C::kTileK, boxes)) return error;
-  Pixels const pixels{Window(p), p.channels, int(ceil_div(p.channels, C::kTileK)), p.taps[2]};
-  return resident::launch<C>(p, pixels, steps_of<C>(p), boxes, *gpu, submit);
+  auto const launch = [&](auto has_residual, auto residual) {
+    Pixels<has_residual()> const pixels{residual, Window(p), p.channels, int(ceil_div(p.channels, C::kTileK)),
+                                        p.taps[2]};
+    return resident::launch<C>(p, pixels, steps_of<C>(p), boxes, *gpu, submit);
+  };
+  if (p.residual.data == nullptr) return launch(std::false_type(), AddsNothing());
+  return launch(std::true_type(), ResidualArg(p, p.n, kEach));
 }
 
 template <class C>
 bool serves(Conv const& p) {
-  bool const whole_stores = (reinterpret_cast<uintptr_t>(p.out) | p.n) % 16 == 0 && bytes_of(p.out_dtype) == 1;
-  return whole_stores && !p.has_zero_points() && p.groups == 1 && p.batch == 1 && suits_im2col(p) &&
-         stages(steps_of<C>(p), C::kTileK) >= kLeastStages;
+  auto const is_whole = [&](void const* data) { return (reinterpret_cast<uintptr_t>(data) | p.n) % 16 == 0; };
+  bool const adds_whole = p.residual.data == nullptr || (p.residual.dtype == DType::kS8 && is_whole(p.residual.data));
+  return is_whole(p.out) && bytes_of(p.out_dtype) == 1 && adds_whole && !p.has_zero_points() && p.groups == 1 &&
+         p.batch == 1 && suits_im2col(p) && stages(steps_of<C>(p), C::kTileK) >= kLeastStages;
+}
+
+template <class C>
+cudaError_t prepare(bool& fits) {
+  bool alone_fits = false;
+  if (cudaError_t const error = resident::prepare<C, Pixels<false>>(alone_fits)) return error;
+  cudaError_t const error = resident::prepare<C, Pixels<true>>(fits);
+  fits = fits && alone_fits;
+  return error;
 }
 
 template <class C>
 void add(std::vector<Instance>& to) {
-  Instance i{"sm90 resident weights " + words_of_tile(kTileM, kTileN, C::kTileK) + " int8", serves<C>,
-             resident::prepare<C, Pixels>, launch_resident<C>, kSharedMemory};
+  Instance i{"sm90 resident weights " + words_of_tile(kTileM, kTileN, C::kTileK) + " int8", serves<C>, prepare<C>,
+             launch_resident<C>, kSharedMemory};
   i.tile_m = kTileM, i.tile_n = kTileN, i.tile_k = C::kTileK, i.blocks_per_sm = 1;
   i.wgmma = i.is_resident = true;
   to.push_back(std::move(i));

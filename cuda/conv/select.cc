@@ -95,7 +95,9 @@ double estimate_short_window(Instance const& i, Conv const& p, Gpu const& gpu) {
 double estimate_time(Instance const& i, Conv const& p, Gpu const& gpu) {
   double const image_bytes = double(p.image[0]) * p.image[1] * p.image[2] * p.channels * p.groups;
   double const out_bytes = double(p.m) * p.n * bytes_of(p.out_dtype);
-  double const from_memory = p.batch * (p.images * image_bytes + double(p.n) * p.k + out_bytes) / gpu.copy_rate;
+  double const residual_bytes = p.residual.data == nullptr ? 0 : double(p.m) * p.n * bytes_of(p.residual.dtype);
+  double const bytes = p.images * image_bytes + double(p.n) * p.k + out_bytes + residual_bytes;
+  double const from_memory = p.batch * bytes / gpu.copy_rate;
   if (i.is_depthwise) return from_memory;  // the table has the fastest first
   if (i.is_resident) {
     int64_t const steps = ceil_div(p.channels, i.tile_k) * p.taps[1] * p.taps[2];

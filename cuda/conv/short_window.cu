@@ -293,7 +293,8 @@ cudaError_t launch(Conv const& p, Submit const& submit) {
 template <class C>
 bool serves(Conv const& p) {
   bool const is_plane = p.taps[0] == 1 && p.image[0] == 1 && p.pixels[0] == 1 && p.before[0] == 0;
-  if (!is_plane || p.groups > 1 || p.channels % 4 != 0 || p.k > 4 * C::kWords) return false;
+  if (!is_plane || p.residual.data != nullptr || p.groups > 1 || p.channels % 4 != 0 || p.k > 4 * C::kWords)
+    return false;
   Part const part = part_of(p, kMostDown);
   return std::max(part.lines, part.words) <= kMostShared && 8 * part.lines * part.words <= kMostShared;
 }

@@ -24,6 +24,7 @@
 
 #include "conv/im2col_sm90.cuh"
 #include "conv/instances.h"
+#include "conv/residual.cuh"
 #include "conv/window.cuh"
 #include "core/launch.cuh"
 #include "core/prepare.h"
@@ -73,6 +74,7 @@ struct Params {
   bool stores_whole;                     // whether rows of the output start at whole stores
   int share;                             // blocks of a cluster that share weights
   int clusters_m, tiles_n;
+  ResidualArg residual;
   EpilogueArgs<true> epilogue;
 };
 
@@ -240,7 +242,9 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   finish_stages<C>(shared, parts);
   Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kTileM>, Int<kTileN>>{}));
   store_sums<C, kMathThreads>(shared, partial, parts, tile_m, acc, places);
-  write_rows<C, kMathThreads>(p, output, shared, partial, parts, l, first_m, first_n, end_n);
+  Residual const residual = p.residual.at(l);
+  write_rows<C, kMathThreads>(p, output, shared, partial, parts, l, first_m, first_n, end_n,
+                              [&](auto& values, int64_t place, int there) { residual.add(values, place, there); });
 }
 
 // The channels of weights at one tap.
@@ -293,6 +297,7 @@ cudaError_t launch(Conv const& p, Submit const& submit) {
                       kShare,
                       int(ceil_div(p.m, C::kTileM * kShare)),
                       int(ceil_div(columns, C::kTileN)),
+                      ResidualArg(p, columns, 4),
                       epilogue_args<true>(p)};
   unsigned const clusters = unsigned(params.clusters_m) * params.tiles_n * unsigned(p.batch);
   return jax_qmm::launch(submit, shape_of<C>(dim3(clusters * kShare, kParts, p.groups), kShare, kParts),

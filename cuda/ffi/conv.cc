@@ -16,16 +16,36 @@
 namespace jax_qmm {
 namespace {
 
-NamedVector<Conv, Vector> const kVectors[] = {
-    {"scale_lhs", Values::kFloat, &Conv::images, &Conv::scale_a},
-    {"scale_rhs", Values::kFloat, &Conv::n, &Conv::scale_b},
-    {"bias", Values::kFloat, &Conv::n, &Conv::bias},
-    {"zero_point_lhs", Values::kInt32, &Conv::images, &Conv::azp},
-    {"sums_rhs", Values::kInt32, &Conv::n, &Conv::azp_adj},
-    {"sums_lhs", Values::kInt32, &Conv::sums, &Conv::sums_a},
-    {"zero_point_rhs", Values::kInt32, &Conv::n, &Conv::azp_b},
-    {"out_scale", Values::kFloat, nullptr, &Conv::out_scale},
-    {"out_zero_point", Values::kInt32, nullptr, &Conv::out_zero_point},
+// A value for each of the output, whose count no int may hold.
+ffi::Error read_residual(ffi::AnyBuffer const& buffer, Conv& p) {
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(buffer, "residual", {DType::kS8, DType::kBF16, DType::kF16, DType::kF32}));
+  JAX_QMM_RETURN_IF_ERROR(check_rank(buffer, "residual", 3));
+  int64_t const entries = buffer.dimensions()[0] == 1 ? 1 : p.batch;
+  JAX_QMM_RETURN_IF_ERROR(check_shape(buffer, "residual", {entries, p.m, p.n}));
+  int64_t const stride = entries == 1 ? 0 : int64_t(p.m) * p.n;
+  p.residual = {buffer.untyped_data(), *dtype_of(buffer), 1, stride, int64_t(buffer.size_bytes())};
+  return ffi::Error::Success();
+}
+
+struct Operand : NamedVector<Conv, Vector> {
+  ffi::Error read(ffi::AnyBuffer const& buffer, Conv& problem) const {
+    return to == &Conv::residual ? read_residual(buffer, problem) : NamedVector::read(buffer, problem);
+  }
+};
+
+Operand const kOperands[] = {
+    {{"scale_lhs", Values::kFloat, &Conv::images, &Conv::scale_a}},
+    {{"scale_rhs", Values::kFloat, &Conv::n, &Conv::scale_b}},
+    {{"bias", Values::kFloat, &Conv::n, &Conv::bias}},
+    {{"zero_point_lhs", Values::kInt32, &Conv::images, &Conv::azp}},
+    {{"sums_rhs", Values::kInt32, &Conv::n, &Conv::azp_adj}},
+    {{"sums_lhs", Values::kInt32, &Conv::sums, &Conv::sums_a}},
+    {{"zero_point_rhs", Values::kInt32, &Conv::n, &Conv::azp_b}},
+    {{"residual", Values::kFloat, nullptr, &Conv::residual}},
+    {{"scale_residual", Values::kFloat, nullptr, &Conv::scale_residual}},
+    {{"zero_point_residual", Values::kInt32, nullptr, &Conv::zero_point_residual}},
+    {{"out_scale", Values::kFloat, nullptr, &Conv::out_scale}},
+    {{"out_zero_point", Values::kInt32, nullptr, &Conv::out_zero_point}},
 };
 
 ffi::Error read(ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::RemainingArgs vectors, ffi::AnyBuffer out,
@@ -81,12 +101,15 @@ ffi::Error read(ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::RemainingArgs vecto
   p.a_batch_stride = l[0] == 1 ? 0 : images * image;
   p.b_batch_stride = r[0] == 1 ? 0 : n * p.k;
   p.out_batch_stride = int64_t(p.m) * p.n;
-  JAX_QMM_RETURN_IF_ERROR(read_vectors(vectors, names, kVectors, p));
+  JAX_QMM_RETURN_IF_ERROR(read_vectors(vectors, names, kOperands, p));
   JAX_QMM_RETURN_IF_ERROR(read_activation(activation, low, high, p));
   for (auto const& [one, other] : {std::pair(&p.azp, &p.azp_adj), std::pair(&p.sums_a, &p.azp_b)}) {
     if ((one->data == nullptr) != (other->data == nullptr)) {
       return refuse("zero_point_lhs needs sums_rhs, and zero_point_rhs sums_lhs; one of them was given without");
     }
+  }
+  if (p.residual.data != nullptr && (depthwise || p.out_dtype == DType::kS32)) {
+    return refuse("residual was given; depthwise convolutions and int32 outputs have none");
   }
   return check_output(p);
 }

@@ -17,7 +17,7 @@
 //   fragment's column 8 g + 2 q + e, of thread q of four   is the tile's   16 q + 2 g + e
 //
 // Where rows of a come from says a class `Rows`, with which the kernel is called: those of a matrix, or the pixels of
-// images that a window has.
+// images that a window has; and what is added to results before the activation.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -56,6 +56,13 @@ struct Config {
   using Atom =
       std::conditional_t<TileK == 128, cute::GMMA::Layout_K_SW128_Atom<int8_t>, cute::GMMA::Layout_K_SW64_Atom<int8_t>>;
   static_assert(TileK == 64 || TileK == 128, "a row of a stage is the span of TMA's swizzle");
+};
+
+// For Rows::adder: `load` begins to load what `add` adds to a thread's piece of a row.
+struct AddsNothing {
+  struct Nothing {};
+  __device__ Nothing load(int64_t) const { return {}; }
+  __device__ void add(float (&)[kEach], Nothing) const {}
 };
 
 template <class T, bool kAlongRows>
@@ -157,6 +164,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   float scale_b[kEach];  // for the bias there are no registers
 #pragma unroll
   for (int i = 0; i < kEach; ++i) scale_b[i] = shared.terms.scale_b.values[column + i];
+  auto const adder = rows.adder();
   bool const has_zero_points = Rows::kHasZeroPoints && p.epilogue.has_zero_points();
   bool const scales_rows = p.epilogue.scale_a.stride != 0;
   float scale_a[2];
@@ -177,6 +185,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         scale_a[r] = p.epilogue.scale_a.load(0, rows.entry_of(min(first_row + 8 * r, p.m - 1)));
+    }
+    decltype(adder.load(0)) to_add[2];  // on its way while the tensor cores multiply
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (int const m = first_row + 8 * r; m < p.m && n < p.n) to_add[r] = adder.load(int64_t(m) * p.n + n);
     }
     mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll 1
@@ -222,6 +235,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         float const bias = shared.terms.bias.values[column + i];
         values[i] = scale(sums[i], Terms<true, Value>{{scale_a[r], scale_b[i], bias}});
       }
+      adder.add(values, to_add[r]);
       *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + int64_t(m) * p.n + n) =
           output.template round<uint4, kEach>(values, sums);
     }

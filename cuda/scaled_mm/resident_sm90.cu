@@ -34,6 +34,7 @@ struct MatrixRows {
 
   // Of a row's scale.
   __device__ int entry_of(int row) const { return row; }
+  __device__ AddsNothing adder() const { return {}; }
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
+#include "scaled_mm/add_nothing.cuh"
 #include "scaled_mm/epilogue.cuh"
 
 namespace jax_qmm {
@@ -86,9 +87,9 @@ __device__ void store_sums(typename C::Shared& shared, int32_t* partial, Parts c
   asm volatile("" ::: "memory");
 }
 
-template <class C, int kThreads, class Bits, class Params, class Output>
+template <class C, int kThreads, class Bits, class Params, class Output, class Add>
 __device__ void write_rows_of(Params const& p, Output const& output, typename C::Shared const& shared, int32_t* partial,
-                              Parts const& parts, int l, int first_m, int first_n, int end_n) {
+                              Parts const& parts, int l, int first_m, int first_n, int end_n, Add add_to) {
   constexpr int kEach = 4, kAcross = C::kTileN / kEach, kDown = kThreads / kAcross;
   int const column = threadIdx.x % kAcross * kEach, n = first_n + column;
   if (threadIdx.x >= kAcross * kDown || n >= end_n) return;
@@ -121,6 +122,7 @@ __device__ void write_rows_of(Params const& p, Output const& output, typename C:
       if (!C::kFull || has_zero_points) sums[j] = subtract_zero_points(sums[j], terms);
       values[j] = scale(sums[j], terms);
     }
+    add_to(values, int64_t(first_m + parts.first_row + row) * p.n + n, end_n - n);
     Bits* const at = to + int64_t(row) * p.n;
     struct alignas(kEach * sizeof(Bits)) Whole {
       Bits bits[kEach];
@@ -138,12 +140,12 @@ __device__ void write_rows_of(Params const& p, Output const& output, typename C:
 
 // Adds up what all parts of K have of some rows of the tile, applies the terms, and writes them; by `kThreads` threads,
 // the first of the block. `C` has the tile's columns, the pitch of the sums, and whether the epilogue is the full one;
-// `shared` has the terms.
-template <class C, int kThreads, class Params, class Output>
+// `shared` has the terms, and `add_to` is called as AddNothing is.
+template <class C, int kThreads, class Params, class Output, class Add = AddNothing>
 __device__ void write_rows(Params const& p, Output const& output, typename C::Shared const& shared, int32_t* partial,
-                           Parts const& parts, int l, int first_m, int first_n, int end_n) {
+                           Parts const& parts, int l, int first_m, int first_n, int end_n, Add add_to = {}) {
   auto const write = [&](auto bits) {
-    write_rows_of<C, kThreads, decltype(bits)>(p, output, shared, partial, parts, l, first_m, first_n, end_n);
+    write_rows_of<C, kThreads, decltype(bits)>(p, output, shared, partial, parts, l, first_m, first_n, end_n, add_to);
   };
   if constexpr (C::kFull) {
     if (bytes_of(output.dtype) == 1) return write(BitsOf<1>());

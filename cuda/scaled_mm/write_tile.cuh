@@ -2,16 +2,17 @@
 // side.
 #pragma once
 
+#include "scaled_mm/add_nothing.cuh"
 #include "scaled_mm/multistage.cuh"
 
 namespace jax_qmm::sm80 {
 
 // Writes a warp's part of the tile: 16 rows of sums at a time go through shared memory, so that each thread has results
-// that lie side by side.
-template <class C, class Bits, class Sum>
+// that lie side by side. `add_to` is called as AddNothing is.
+template <class C, class Bits, class Sum, class Add>
 __device__ void write_part(Sum (&acc)[C::kFragmentsM][C::kFragmentsN][4], void* out, Params const& p,
                            FullOutput const& output, int first_m, int first_n, int end_n,
-                           Terms<true, Value> const* rows, Terms<true, Value> const* columns, Sum* part) {
+                           Terms<true, Value> const* rows, Terms<true, Value> const* columns, Sum* part, Add add_to) {
   using Whole = std::conditional_t<sizeof(Bits) == 1, uint2, uint4>;  // what a thread stores at once
   constexpr int kValues = sizeof(Whole) / sizeof(Bits);
   constexpr int kAcross = C::kWarpN / kValues;  // threads for a row
@@ -48,6 +49,7 @@ __device__ void write_part(Sum (&acc)[C::kFragmentsM][C::kFragmentsN][4], void* 
         sums[v] = subtract_zero_points(sums[v], terms);
         values[v] = scale(sums[v], terms);
       }
+      add_to(values, int64_t(m) * p.n + n, end_n - n);
       Bits* const to = static_cast<Bits*>(out) + int64_t(m) * p.n + n;
       if (p.stores_whole) {
         *reinterpret_cast<Whole*>(to) = output.template round<Whole, kValues>(values, sums);
@@ -82,9 +84,9 @@ __device__ void load_terms(Params const& p, Place<C> const& at, uint8_t* shared)
 }
 
 // Writes a warp's part of the tile, when the terms are there.
-template <class C, class Sum>
+template <class C, class Sum, class Add = AddNothing>
 __device__ void write_tile(Sum (&acc)[C::kFragmentsM][C::kFragmentsN][4], Params const& p, Place<C> const& at,
-                           uint8_t* shared) {
+                           uint8_t* shared, Add add_to = {}) {
   auto* const rows = reinterpret_cast<Terms<true, Value>*>(shared);
   auto* const columns = rows + C::kTileM;
   auto* const sums = reinterpret_cast<Sum*>(shared + C::kTermsBytes) + at.part * C::kPartSums;
@@ -93,7 +95,7 @@ __device__ void write_tile(Sum (&acc)[C::kFragmentsM][C::kFragmentsN][4], Params
     using Bits = decltype(bits);
     Bits* const out = static_cast<Bits*>(p.out) + at.l * p.out_batch_stride;
     write_part<C, Bits>(acc, out, p, output, at.first_m + at.warp_m, at.first_n + at.warp_n, at.end_n, rows + at.warp_m,
-                        columns + at.warp_n, sums);
+                        columns + at.warp_n, sums, add_to);
   };
   switch (bytes_of(output.dtype)) {
     case 1:

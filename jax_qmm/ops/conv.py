@@ -23,7 +23,8 @@ def bind(lhs, rhs, vectors, *, num_batch, window, activation, out_dtype):
     lhs, rhs, *values = _compat.align_varying([lhs, rhs, *vectors.values()])
     vectors = dict(zip(vectors, values))
     zero_points = any(name.startswith("zero_point") for name in vectors)
-    if window.is_product(rhs.shape[num_batch + 1 : -1]) and not (out_dtype == INT32 and zero_points):
+    sums_alone = out_dtype == INT32 and zero_points
+    if window.is_product(rhs.shape[num_batch + 1 : -1]) and not sums_alone and "residual" not in vectors:
         return as_product(lhs, rhs, vectors, num_batch=num_batch, activation=activation, out_dtype=out_dtype)
     return conv_p.bind(
         *(lhs, rhs, *values),
@@ -64,10 +65,16 @@ def _abstract_eval(*operands, num_batch, window, out_dtype, **params):
 
 def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype):
     shape = _out_shape((lhs, rhs, *vectors), num_batch, window)
+    if "residual" in names and _is_depthwise(rhs.shape[num_batch:], window):
+        run = functools.partial(_kernel, num_batch=num_batch, window=window)
+        return _after_sums(run, lhs, rhs, dict(zip(names, vectors)), num_batch, activation, out_dtype)
     rank = len(window.strides)
     labels = [label.replace("s", "s" * rank).replace("k", "k" * rank) for label in _labels(names)]
     lhs, rhs, *vectors = matmul_form.fold([lhs, rhs, *vectors], labels, num_batch)
     vectors = _with_sums(lhs, rhs, dict(zip(names, vectors)), window)
+    if "residual" in vectors:
+        residual = vectors["residual"]
+        vectors["residual"] = residual.reshape(residual.shape[0], math.prod(shape[num_batch:-1]), shape[-1])
     if (together := _groups_together(rhs.shape[1:], window, names)) > 1:
         rhs, window = _with_zeros(rhs, window.groups, together), _regrouped(window, together)
     if (padded := padded_channels(rhs.shape[1:], window)) != rhs.shape[-1]:
@@ -87,6 +94,16 @@ def _kernel(lhs, rhs, *vectors, names, num_batch, window, activation, out_dtype)
         high=np.float32(activation.high),
     )
     return out.reshape(shape)
+
+
+def _after_sums(run, lhs, rhs, vectors, num_batch, activation, out_dtype, of_all=lambda sums: sums):
+    """The result of sums that `run` computes, to which XLA applies all else; `of_all` adds those of devices up."""
+    vectors.pop("sums_rhs", None)
+    zero_points = {name: vectors.pop(name) for name in ("zero_point_lhs", "zero_point_rhs") if name in vectors}
+    sums = run(
+        *(lhs, rhs, *zero_points.values()), names=tuple(zero_points), activation=activations.NONE, out_dtype=INT32
+    )
+    return reference.epilogue(of_all(sums), num_batch=num_batch, activation=activation, out_dtype=out_dtype, **vectors)
 
 
 _ALIGNED = 4  # channels: kernels copy 4 bytes at least
@@ -204,12 +221,16 @@ def _choice(operands, results, *, names, num_batch, window, out_dtype, **params)
     axes = slice(num_batch + 1, -1)
     sizes = in_three(operands[0].shape[axes]), in_three(taps), in_three(shape[axes]), *window.moves()
     images = math.prod(shape[:num_batch]), shape[num_batch]
-    has_zero_points = any(name.startswith("zero_point") for name in names)
-    convolution = *images, padded, shape[-1], window.groups, *sizes, str(out_dtype), has_zero_points
+    has_zero_points = "zero_point_lhs" in names or "zero_point_rhs" in names
+    residual = str(operands[2 + names.index("residual")].dtype) if "residual" in names else ""
+    by_xla = residual and _is_depthwise(rhs, window)
+    output = ("int32", has_zero_points, "") if by_xla else (str(out_dtype), has_zero_points, residual)
+    convolution = *images, padded, shape[-1], window.groups, *sizes, *output
     words = [_extension.describe_conv(convolution)]
     words += [f"{together} groups in one with zeros between them, made at each call"] if together > 1 else []
     words += [f"channels padded to {padded} at each call"] if padded != channels else []
     words += ["sums of windows by XLA"] if "zero_point_rhs" in names else []
+    words += ["what follows the sums by XLA"] if by_xla else []
     return ", ".join(words)
 
 
@@ -253,16 +274,8 @@ def _partitioned(run, shapes, *, names, num_batch, window, **output):
 
     def across(axes):
         def sum_over_channels(lhs, rhs, *vectors):
-            vectors = dict(zip(names, vectors))
-            vectors.pop("sums_rhs", None)  # of all channels
-            zero_points = {name: vectors.pop(name) for name in list(vectors) if name.startswith("zero_point")}
-            acc = local(
-                *(lhs, rhs, *zero_points.values()),
-                names=tuple(zero_points),
-                activation=activations.NONE,
-                out_dtype=INT32,
-            )
-            return reference.epilogue(jax.lax.psum(acc, axes), num_batch=num_batch, **output, **vectors)
+            of_all = lambda sums: jax.lax.psum(sums, axes)
+            return _after_sums(local, lhs, rhs, dict(zip(names, vectors)), num_batch, **output, of_all=of_all)
 
         return sum_over_channels
 

@@ -120,6 +120,21 @@ class ConvForm(NamedTuple):
             out = out.reshape(*out.shape[:-2], math.prod(out.shape[-2:]))
         return transposed(out, self._out_axes)
 
+    def result_shape(self, lhs, rhs):
+        """That of the result of operands with these shapes, all in the user's order."""
+        floats = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
+        return jax.eval_shape(lambda lhs, rhs: self.of_floats(lhs, rhs, None, None), *floats).shape
+
+    def of_result(self, x):
+        """What `out` makes the user's order of: an array of the result's shape there."""
+        batch, channels, *spatial = self.numbers.out_spec
+        x = transposed(x, (batch, *spatial, channels))
+        if self.batch_groups == 1:
+            return x
+        x = gathered_unless_divided(x, -1, self.batch_groups)
+        x = x.reshape(*x.shape[:-1], self.batch_groups, x.shape[-1] // self.batch_groups)
+        return jnp.moveaxis(x, -2, 0)
+
     @property
     def _out_axes(self):
         """For each axis of the result in the user's order the one of (N, *P, O)."""
@@ -234,8 +249,7 @@ def read(
     padding = _pads(padding, ndim - 2)
     window = Window(strides, padding, lhs_dilation, rhs_dilation, int(feature_group_count))
     form = ConvForm(numbers, window, int(batch_group_count))
-    floats = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
-    jax.eval_shape(lambda lhs, rhs: form.of_floats(lhs, rhs, None, None), *floats)  # lax's own checks
+    form.result_shape(lhs, rhs)  # lax's own checks
     return form
 
 

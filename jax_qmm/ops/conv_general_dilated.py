@@ -42,6 +42,7 @@ def conv_general_dilated(
     *,
     scheme: Scheme | None = None,
     bias: ArrayLike | None = None,
+    residual: ArrayLike | QArray | None = None,
     activation: Activation = None,
     out_dtype: DTypeLike | None = None,
     out_scale: ArrayLike | None = None,
@@ -51,22 +52,23 @@ def conv_general_dilated(
 
     With an int8 rhs of a scale for each output channel, or one for all, it computes
 
-        activation(scale_lhs * scale_rhs * sum (lhs - zero_point_lhs) * (rhs - zero_point_rhs) + bias)
+        activation(scale_lhs * scale_rhs * sum (lhs - zero_point_lhs) * (rhs - zero_point_rhs) + bias + residual)
 
     The sum is over the window and the channels, exact in int32 modulo 2^32; padding is the real 0, so it adds nothing.
-    The rest is float32 as in `scaled_mm`, rounded once to the dtype of the result. A float lhs is quantized inside, as
+    The rest is float32 as in `scaled_mm`, rounded once to the dtype of the result. The residual is what a shortcut
+    brings, for which the result is written once and not read again. A float lhs is quantized inside, as
     `scheme` says; its scale is of one image ("per_token") or of all ("per_tensor").
 
     With any other rhs (int4, packed, with float zero points, with blocks of channels or scales for each tap) lhs stays
     float, and so does the product; `explain` says what computes it. A window of one value, as a 1x1 kernel of stride 1
-    has, is a product: `scaled_mm` or `block_scaled_mm` computes it.
+    has, is a product: without a residual `scaled_mm` or `block_scaled_mm` computes it.
 
     Weights are best stored as (output channels, spatial axes, input channels) and images with their channels last:
     `W8A8().quantize_weight(kernel, contracted)` does that for a kernel of any order, with its axes but the output
     channels as `contracted`. Other orders are transposed at each call, which `explain` shows.
 
     The derivative by a float lhs is that of the convolution with the dequantized rhs, straight through the quantizer;
-    the bias has one too. QArrays are constants, and 8-bit results and int32 have no derivative.
+    the bias and a float residual have one too. QArrays are constants, and 8-bit results and int32 have no derivative.
 
     Sharded over images or output channels there is no communication, with one group of channels. Sharded over input
     channels there is one all-reduce of the sums, before bias and activation: of int32, and with a float lhs of float32
@@ -84,10 +86,12 @@ def conv_general_dilated(
       preferred_element_type: `out_dtype` by its name there.
       scheme: a `W8A8` for a float lhs, or a `W4A16` or `W8A16`, which leave it as it is. By default as said above.
       bias: `(output channels,)`, float32, bfloat16 or float16, or None.
+      residual: array of the result's shape, float32, bfloat16 or float16, or QArray of int8 with one scale, or None.
+        Kernels add it but in depthwise convolutions and those of a float lhs, where XLA does.
       activation: as in `scaled_mm`.
       out_dtype: float32, bfloat16 or float16; for int8 operands also int8 or float8_e4m3fn, with `out_scale`, and
-        int32, the sums without scales, bias and activation. By default the result type of the float operand and the
-        scale.
+        int32, the sums without scales, bias, residual and activation. By default the result type of the float operand
+        and the scale.
       out_scale, out_zero_point: of an 8-bit result, as in `scaled_mm`.
 
     Returns:
@@ -105,10 +109,13 @@ def conv_general_dilated(
     >>> x = QArray(jnp.ones((1, 5, 5, 2), jnp.int8), jnp.full((1, 1, 1, 1), 2.0))
     >>> f(x, kernel, (2, 2), "VALID", out_dtype=jnp.int8, out_scale=0.5, activation="relu")[0, :, :, 0].tolist()
     [[72, 72], [72, 72]]
+    >>> shortcut = QArray(jnp.full((1, 2, 2, 4), -10, jnp.int8), jnp.full((1, 1, 1, 1), 2.0))
+    >>> f(x, kernel, (2, 2), "VALID", out_dtype=jnp.int8, out_scale=0.5, residual=shortcut)[0, :, :, 0].tolist()
+    [[32, 32], [32, 32]]
     """
     window = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
     groups = feature_group_count, batch_group_count
-    epilogue = (bias, activation, out_dtype, out_scale, out_zero_point)
+    epilogue = (bias, residual, activation, out_dtype, out_scale, out_zero_point)
     if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
         if any(x is not None for x in epilogue):
             raise TypeError(f"rhs is a {type(rhs).__name__}; it needs to be a QArray for the keywords beside lax's")
@@ -124,15 +131,21 @@ def conv_general_dilated(
     out_dtype = _check_out_dtype(out_dtype, preferred_element_type, lhs, rhs)
     if bias is not None:
         bias = _check_bias(bias, rhs.shape[form.numbers.rhs_spec[0]])
+    if residual is not None:
+        residual = _check_residual(residual, form.result_shape(lhs, rhs))
     applied = checks.activation(activation)
     output = checks.output(out_dtype, out_scale, out_zero_point)
     if weight_only:
         if out_dtype not in SCALE_DTYPES:
             raise TypeError(f"out_dtype is {out_dtype}; with {rhs} it needs to be float32, bfloat16 or float16")
-        return weight_only_conv.conv(form, lhs, rhs, bias, applied, out_dtype, precision)
-    if out_dtype == INT32 and (bias is not None or applied != activations.NONE):
-        raise ValueError("out_dtype int32 gives the sums: bias and activation need to be None")
-    return _conv(_Conv(form, scheme, applied, out_dtype, precision), lhs, rhs, bias, static, output)
+        if residual is None:
+            return weight_only_conv.conv(form, lhs, rhs, bias, applied, out_dtype, precision)
+        y = weight_only_conv.conv(form, lhs, rhs, bias, activations.NONE, jnp.dtype(jnp.float32), precision)
+        added = residual.dequantize(jnp.float32) if isinstance(residual, QArray) else residual.astype(jnp.float32)
+        return activations.activate(y + added, applied).astype(out_dtype)
+    if out_dtype == INT32 and (bias is not None or residual is not None or applied != activations.NONE):
+        raise ValueError("out_dtype int32 gives the sums: bias, residual and activation need to be None")
+    return _conv(_Conv(form, scheme, applied, out_dtype, precision), lhs, rhs, bias, residual, static, output)
 
 
 def _check_operands(lhs, rhs):
@@ -189,6 +202,21 @@ def _check_bias(bias, channels):
     return bias
 
 
+def _check_residual(residual, shape):
+    if isinstance(residual, QArray):
+        integers = residual.zero_point is None or residual.zero_point.dtype == INT32
+        if residual.qtype != INT8 or residual.is_packed or residual.scale.size != 1 or not integers:
+            raise TypeError(
+                f"residual is {residual}; it needs values of int8 that are not packed, with one scale and an int32 "
+                "zero point or none"
+            )
+    else:
+        residual = checks.array("residual", residual, SCALE_DTYPES)
+    if residual.shape != shape:
+        raise ValueError(f"residual has shape {residual.shape}; it needs that of the result, {shape}")
+    return residual
+
+
 # From the user's operands to the primitive's: a float lhs is quantized, and all are brought into its order
 
 
@@ -201,13 +229,14 @@ class _Conv(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _conv(described, lhs, rhs, bias, static, output):
+def _conv(described, lhs, rhs, bias, residual, static, output):
     # Named for checkpoint policies, which don't look into a function with a derivative of its own.
-    return checkpoint_name(_differentiable_conv(described, lhs, rhs, bias, static, output), "quantized_product")
+    out = _differentiable_conv(described, lhs, rhs, bias, residual, static, output)
+    return checkpoint_name(out, "quantized_product")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _differentiable_conv(described, lhs, rhs, bias, static, output):
+def _differentiable_conv(described, lhs, rhs, bias, residual, static, output):
     form = described.form
     if not isinstance(lhs, QArray):
         lhs = _quantized(described, lhs, static)
@@ -226,7 +255,15 @@ def _differentiable_conv(described, lhs, rhs, bias, static, output):
     if bias is not None:
         vectors["bias"] = form.grouped(bias)
     num_batch = int(form.batch_groups > 1)
-    vectors |= {name: x.reshape((1,) * num_batch) for name, x in output.items()}
+    of_all = dict(output)
+    if isinstance(residual, QArray):
+        vectors["residual"] = form.of_result(_in_order(residual, residual.qvalue, range(residual.ndim)))
+        of_all["scale_residual"] = residual.scale
+        if residual.zero_point is not None:
+            of_all["zero_point_residual"] = residual.zero_point
+    elif residual is not None:
+        vectors["residual"] = form.of_result(residual)
+    vectors |= {name: x.reshape((1,) * num_batch) for name, x in of_all.items()}
     out = conv.bind(
         *values,
         vectors,
@@ -263,10 +300,12 @@ def _vector(form, x, leaf, of_lhs=True):
 def _jvp(described, primals, tangents):
     """Straight through the quantizer of a float lhs, with rhs dequantized; QArrays are constants."""
     out = _differentiable_conv(described, *primals)
-    lhs, rhs, bias, static, output = primals
+    lhs, rhs, bias, residual, static, output = primals
+    given = lambda x, tangent: None if isinstance(x, QArray | None) or isinstance(tangent, SymbolicZero) else tangent
     moving = {
-        "lhs": None if isinstance(lhs, QArray) else _lhs_tangent(lhs, tangents[0], static, tangents[3][0]),
-        "bias": None if bias is None or isinstance(tangents[2], SymbolicZero) else tangents[2],
+        "lhs": None if isinstance(lhs, QArray) else _lhs_tangent(lhs, tangents[0], static, tangents[4][0]),
+        "bias": given(bias, tangents[2]),
+        "residual": given(residual, tangents[3]),
     }
     moving = {name: tangent for name, tangent in moving.items() if tangent is not None}
     is_float = described.out_dtype in SCALE_DTYPES
@@ -284,6 +323,8 @@ def _jvp(described, primals, tangents):
             terms.append(_tangent_conv(described, moving["lhs"], rhs))
         if "bias" in moving:
             terms.append(described.form.along_channels(moving["bias"]).astype(jnp.float32))
+        if "residual" in moving:
+            terms.append(moving["residual"].astype(jnp.float32))
         return jnp.broadcast_to(sum(terms[1:], start=terms[0]), out.shape)
 
     y, kind = None, jax.typeof(out)

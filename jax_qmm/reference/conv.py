@@ -17,14 +17,17 @@ LABELS = {
     "rhs": "okc",
     **dict.fromkeys(("scale_lhs", "zero_point_lhs"), "i"),
     **dict.fromkeys(("scale_rhs", "zero_point_rhs", "sums_rhs", "bias"), "o"),
-    **dict.fromkeys(("out_scale", "out_zero_point"), ""),
+    "residual": "iso",
+    **dict.fromkeys(("scale_residual", "zero_point_residual", "out_scale", "out_zero_point"), ""),
 }
 
 
 def conv(lhs, rhs, *, num_batch=0, window, out_dtype, activation=activations.NONE, **vectors):
-    """`activation(scale_lhs * scale_rhs * sum (lhs - zero_point_lhs) * (rhs - zero_point_rhs) + bias)`.
+    """`activation(scale_lhs * scale_rhs * sum (lhs - zero_point_lhs) * (rhs - zero_point_rhs) + bias + residual)`.
 
-    Padding is the real 0: it adds nothing to a sum. What follows the sums is that of `reference.scaled_mm`.
+    Padding is the real 0: it adds nothing to a sum. What follows the sums is that of `reference.scaled_mm`. An int8
+    residual stands for `scale_residual * (residual - zero_point_residual)`, of which the product and the sum with what
+    stands before it are rounded once.
 
     Args:
       lhs: `(*B, I, *S, C)` int8, B the first `num_batch` dimensions.
@@ -34,8 +37,9 @@ def conv(lhs, rhs, *, num_batch=0, window, out_dtype, activation=activations.NON
       out_dtype: bfloat16, float16, float32, int8 or float8_e4m3fn; or int32 for the sums, which are exact modulo 2^32.
       activation: an `Activation`.
       **vectors: `scale_lhs` and `zero_point_lhs` (int8) `(*B, I)` or `(*B, 1)`; `scale_rhs`, `zero_point_rhs` (int32)
-        and `bias` `(*B, O)` or `(*B, 1)`; `out_scale` and `out_zero_point` `B`. Each may be absent. `sums_rhs`, the
-        sums of rhs for each output channel, spares kernels to add them up, and has no effect.
+        and `bias` `(*B, O)` or `(*B, 1)`; `residual` `(*B, I, *P, O)` float or int8, the latter with `scale_residual`
+        and perhaps `zero_point_residual` `B`; `out_scale` and `out_zero_point` `B`. Each may be absent. `sums_rhs`,
+        the sums of rhs for each output channel, spares kernels to add them up, and has no effect.
 
     Returns:
       `(*B, I, *P, O)` of `out_dtype`.
@@ -100,7 +104,13 @@ def sums(lhs, rhs, zero_point_lhs=None, zero_point_rhs=None, *, num_batch=0, win
 
 def epilogue(acc, *, num_batch=0, out_dtype, activation=activations.NONE, **vectors):
     """The result of `conv`, given its `sums`."""
-    named = {}
+    named, residual = {}, vectors.pop("residual", None)
+    if residual is not None:
+        of_entry = lambda name: jnp.expand_dims(vectors.pop(name), tuple(range(num_batch, acc.ndim)))
+        if "zero_point_residual" in vectors:
+            residual = residual.astype(jnp.int32) - of_entry("zero_point_residual")
+        scale = of_entry("scale_residual").astype(jnp.float32) if "scale_residual" in vectors else None
+        named["residual"] = scale, residual.astype(jnp.float32)
     for name, vector in vectors.items():
         if name == "scale_lhs":
             vector = along_first(vector, acc.ndim - 1, num_batch)

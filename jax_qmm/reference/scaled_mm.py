@@ -77,8 +77,9 @@ def sums(a, b, num_batch=0, precision: jax.lax.Precision | None = jax.lax.Precis
     return jnp.expand_dims(out, tuple(ones))
 
 
-def epilogue(acc, *, num_batch=0, out_dtype, activation=activations.NONE, **vectors):
-    """The result of `scaled_mm`, given its `sums`."""
+def epilogue(acc, *, num_batch=0, out_dtype, activation=activations.NONE, residual=None, **vectors):
+    """The result of `scaled_mm`, given its `sums`; of a convolution perhaps with a residual, a scale or None and a
+    float32 array, whose product is added before the activation."""
     acc = subtract_zero_points(acc, num_batch, vectors)
     if out_dtype == jnp.int32:
         return acc
@@ -95,7 +96,11 @@ def epilogue(acc, *, num_batch=0, out_dtype, activation=activations.NONE, **vect
     elif scale_a is not None:
         out = scale_a * out
     # The CPU backend merges a product with a sum that uses it, which skips a rounding; a selection stops it.
-    out = activations.activate(jnp.where(jnp.isnan(out), jnp.nan, out), activation)
+    rounded = lambda x: jnp.where(jnp.isnan(x), jnp.nan, x)
+    if residual is not None:
+        scale, values = residual
+        out = rounded(out) + values if scale is None else fused_multiply_add(scale, values, rounded(out))
+    out = activations.activate(rounded(out), activation)
     if out_dtype in QTYPES:
         return quantize_static(out, along("out_scale"), along("out_zero_point"), out_dtype)
     return out.astype(out_dtype)

@@ -83,6 +83,8 @@ TESTS = {
             for name in ("groups", "two axes", "copies of 4 bytes")
         ),
         CONVS.format("test_groups_end_within_whole_stores[64x64x64-int8]"),
+        CONVS.format("test_residuals[64x64x64-1-int8 with a zero point-19-int8]"),
+        CONVS.format("test_batches_with_residuals[(0, None, 0)]"),
     ],
     "conv by wgmma": [
         *(
@@ -140,7 +142,7 @@ class Mutant:
 GENERIC, SKINNY, ONE_TILE = (f"scaled_mm/{name}.cu" for name in ("generic", "skinny", "one_tile_sm90"))
 QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh", "conv/implicit_gemm.cu"
 WINDOWS, DEPTHWISE, SQUARES = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise", "depthwise_square"))
-SHORT_WINDOWS = "conv/short_window.cu"
+SHORT_WINDOWS, RESIDUAL = "conv/short_window.cu", "conv/residual.cuh"
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 WRITE_ROWS, RESIDENT_B = "scaled_mm/write_rows.cuh", "scaled_mm/resident.cuh"
 ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cuh"
@@ -331,6 +333,9 @@ MUTANTS = [
         CONV,
         "  __syncthreads();  // the epilogue's terms take the place of the stages\n",
     ),
+    Mutant("conv: whole loads of residuals everywhere", RESIDUAL, "if (loads_whole && there >= N)", "if (true)"),
+    Mutant("conv: residuals without their zero point", RESIDUAL, "float(value - zero_point)", "float(value)"),
+    Mutant("conv: residuals of the first entry", RESIDUAL, "data) + l * batch_stride", "data) + 0 * batch_stride"),
     Mutant("conv: no barrier before the terms are read", CONV, "  __syncthreads();\n  sm80::write", "  sm80::write"),
     Mutant(
         "short windows: a line beyond the image", SHORT_WINDOWS, "unsigned(y) < unsigned", "unsigned(y) <= unsigned"

@@ -48,12 +48,14 @@ def epilogue(
     azp_adj=0,
     sums_a=0,
     azp_b=0,
+    residual=None,
     activation=None,
     out_scale=None,
     out_zero_point=0,
     out_dtype=np.float32,
 ):
-    """Takes scale_a, azp and sums_a as `()` or `(..., M)`, scale_b, bias, azp_adj and azp_b as `()` or `(N,)`."""
+    """Takes scale_a, azp and sums_a as `()` or `(..., M)`, scale_b, bias, azp_adj and azp_b as `()` or `(N,)`; a
+    residual as floats, or as a scale and integers."""
     column = lambda v: np.asarray(v)[..., None]
     with np.errstate(all="ignore"):
         if acc.dtype == np.int32:
@@ -62,7 +64,12 @@ def epilogue(
             acc = (acc - correction).astype(np.int32)
         out = np.asarray(scale_b, np.float32) * acc.astype(np.float32)
         scale_a = column(scale_a).astype(np.float32)
-        out = activated(scale_a * out if bias is None else fma(scale_a, out, bias), activation)
+        out = scale_a * out if bias is None else fma(scale_a, out, bias)
+        if residual is not None:
+            scale, values = residual if isinstance(residual, tuple) else (None, residual)
+            values = values.astype(np.float32)
+            out = out + values if scale is None else fma(np.float32(scale), values, out)
+        out = activated(out, activation)
         return out.astype(out_dtype) if out_scale is None else quantized(out, out_scale, out_zero_point, out_dtype)
 
 

@@ -71,32 +71,47 @@ def test_every_parameter(oracle, drawn):
     bias = pick(None, rng.normal(size=rhs.shape[0]).astype(np.float32))
     activation = pick(None, "relu", "relu6", (-1.5, 2.0))
     out_dtype = pick(jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn, jnp.int32)
+    kind = pick(None, "float", "int8", "int8 with a zero point")
     output = dict(out_scale=np.float32(0.7)) if out_dtype in (jnp.int8, jnp.float8_e4m3fn) else {}
     output |= dict(out_zero_point=-3) if out_dtype == jnp.int8 else {}
     if out_dtype == jnp.int32:
-        bias, activation = None, None
+        bias, activation, kind = None, None, None
+    of_result = conv_oracle.sums(c, np.zeros(c.lhs_shape(), int), np.zeros(c.rhs_shape(), int)).shape
+    of_result = groups * of_result[-1], *of_result[:-1]  # as the oracle has it, channels first
+    residual = None
+    if kind:
+        residual = rng.normal(size=of_result).astype(np.float32) if kind == "float" else int8(rng, *of_result)
+    scale, zero_point = np.float32(rng.normal()), np.int32(-5) if kind == "int8 with a zero point" else None
 
-    def of_group(lhs, zero_l, scale_l, rhs, zero_r, scale_r, bias):
+    def of_group(lhs, zero_l, scale_l, rhs, zero_r, scale_r, bias, residual):
         difference = lambda q, zero: q.astype(np.int64) - (0 if zero is None else along_first(zero, q.ndim))
         acc = conv_oracle.sums(c, difference(lhs, zero_l), difference(rhs, zero_r)).astype(np.int32)
         if out_dtype == jnp.int32:
             return acc
         per_image = np.broadcast_to(along_first(scale_l, acc.ndim - 1), acc.shape[:-1])
         options = dict(activation=activation, out_dtype=np.dtype(out_dtype), **output)
+        if residual is not None:
+            residual = np.moveaxis(residual, 0, -1)
+            options["residual"] = residual if kind == "float" else (scale, residual - np.int32(zero_point or 0))
         return oracle.epilogue(acc, per_image, scale_r, bias, **options)
 
-    want = by_batch_groups(groups, of_group, lhs, zero_l, scale_l, rhs, zero_r, scale_r, bias)
+    want = by_batch_groups(groups, of_group, lhs, zero_l, scale_l, rhs, zero_r, scale_r, bias, residual)
 
     def quantized(q, scale, zero, letters, order):
         leaves = (q, *(None if v is None else along_first(v, q.ndim) for v in (scale, zero)))
         return QArray(*(None if v is None else jnp.asarray(conv_oracle.transposed(v, letters, order)) for v in leaves))
 
     letters = c.numbers()
+    if kind:
+        in_order = jnp.asarray(conv_oracle.transposed(np.moveaxis(residual, 0, -1), letters[2], orders[2]))
+        as_given = lambda x: None if x is None else jnp.full((1,) * in_order.ndim, x)
+        residual = in_order if kind == "float" else QArray(in_order, as_given(scale), as_given(zero_point))
     got = jax_qmm.conv_general_dilated(
         quantized(lhs, scale_l, zero_l, letters[0], orders[0]),
         quantized(rhs, scale_r, zero_r, letters[1], orders[1]),
         **c.keywords() | dict(dimension_numbers=tuple(map("".join, orders)), batch_group_count=groups),
         bias=bias,
+        residual=residual,
         activation=activation,
         out_dtype=out_dtype,
         **output,
@@ -306,6 +321,20 @@ def test_weight_only_of_every_parameter(drawn):
     assert (np.abs(np.float64(got) - np.clip(exact, low, high)) <= bound).all()
 
 
+@pytest.mark.parametrize("taps", [3, 1])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_weight_only_with_a_residual(taps, quantized):
+    x, w = image(2, 6, 6, 8), W4A16(4).quantize_weight(image(taps, taps, 8, 4, seed=1), (0, 1, 2))
+    residual = image(2, 3, 6, 4, seed=2)
+    if quantized:
+        residual = jax_qmm.quantize(residual, jnp.int8, axis=None)
+    options = NHWC | dict(bias=image(4, seed=3), precision="highest")
+    got = jax_qmm.conv_general_dilated(x, w, **options, residual=residual, activation="relu")
+    y = jax_qmm.conv_general_dilated(x, w, **options)
+    added = np.asarray(residual.dequantize() if quantized else residual)
+    assert_same(got, np.maximum(np.asarray(y) + added, 0))
+
+
 def test_a_scheme_keeps_lhs_float_beside_plain_int8():
     w = W8A8().quantize_weight(image(3, 3, 4, 8), (0, 1, 2))
     x = image(1, 5, 5, 4)
@@ -329,6 +358,7 @@ def test_explain_names_transposes_of_images(scheme, layout):
 X, Q = np.ones((2, 8, 8, 6), np.float32), W8A8().quantize_weight(jnp.ones((3, 3, 6, 4)), (0, 1, 2))
 QX = QArray(jnp.ones((2, 8, 8, 6), jnp.int8), ONE)
 Q4 = W4A16(2).quantize_weight(jnp.ones((3, 3, 6, 4)), (0, 1, 2))
+RESIDUAL = np.ones((2, 4, 8, 4), np.float32)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +397,11 @@ Q4 = W4A16(2).quantize_weight(jnp.ones((3, 3, 6, 4)), (0, 1, 2))
         (dict(out_dtype=jnp.int8), ValueError, "out_dtype is int8; it needs out_scale"),
         (dict(out_scale=1.0), ValueError, "out_scale was given with out_dtype float32"),
         (dict(out_dtype=jnp.int32, activation="relu"), ValueError, "out_dtype int32 gives the sums"),
+        (dict(out_dtype=jnp.int32, residual=RESIDUAL), ValueError, "out_dtype int32 gives the sums"),
+        (dict(residual=RESIDUAL[..., :3]), ValueError, "residual has shape (2, 4, 8, 3); it needs that of the result"),
+        (dict(residual=RESIDUAL.astype(np.int8)), TypeError, "residual has dtype int8"),
+        (dict(residual=W8A8().quantize_activation(RESIDUAL, 3)), TypeError, "with one scale and an int32 zero point"),
+        (dict(residual=jax_qmm.quantize(RESIDUAL, jnp.int4, axis=None)), TypeError, "it needs values of int8"),
         (dict(out_dtype=jnp.float32, preferred_element_type=jnp.bfloat16), ValueError, "they need to be the same"),
         (dict(rhs=Q4, out_dtype=jnp.int8, out_scale=1.0), TypeError, "it needs to be float32, bfloat16 or float16"),
         (

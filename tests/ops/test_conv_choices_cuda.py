@@ -65,11 +65,13 @@ def test_what_im2col_serves(served_by, changes, fits):
         (dict(batch=2), False),
         (dict(channels=256), True),
         (dict(channels=512), False),
+        (dict(residual="int8"), True),
+        (dict(residual="bfloat16"), False),
     ],
     ids=str,
 )
 def test_which_weights_are_resident(served_by, changes, fits):
-    """Those that leave shared memory for some stages; with 8-bit results, and without zero points."""
+    """Those that leave shared memory for some stages; with 8-bit results and residuals, and without zero points."""
     words, _ = served_by(**changes)
     assert any("resident" in each for each in words) == fits
 
@@ -88,6 +90,7 @@ FIRST_LAYER = dict(channels=4, image=(1, 224, 224), taps=(1, 7, 7), strides=(1, 
         (dict(taps=(1, 3, 3), channels=4, groups=2), []),
         (dict(taps=(1, 3, 3), strides=(1, 5, 5)), []),
         (dict(taps=(2, 3, 3)), []),
+        (dict(residual="int8"), []),
     ],
     ids=str,
 )

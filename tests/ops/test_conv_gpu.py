@@ -160,7 +160,7 @@ def operands(c, zero_l=None, zero_r=None, of_image=True, of_channel=True, seed=0
     return qarray(c.lhs_shape(), zero_l, of_image), qarray(c.rhs_shape(), zero_r, of_channel)
 
 
-def check(on_reference, c, lhs, rhs, bias=None, tile=None, kernel="implicit GEMM", **options):
+def check(on_reference, c, lhs, rhs, bias=None, tile=None, kernel=" int8", **options):
     f = lambda lhs, rhs, bias: jax_qmm.conv_general_dilated(lhs, rhs, **c.keywords(), bias=bias, **options)
     (row,) = jax_qmm.explain(f, lhs, rhs, bias).rows
     words = f" {tile.partition(' ')[2]} " if tile else kernel  # without the architecture, which is shown as compiled
@@ -175,6 +175,17 @@ def output_of(dtype):
     """Options for results of a dtype, which quantize those of 8 bits."""
     zero_point = dict(out_zero_point=-7) if dtype == np.int8 else {}
     return dict(out_dtype=dtype) | (dict(out_scale=0.05) if dtype in (np.int8, F8) else {}) | zero_point
+
+
+def residual_of(c, kind, seed=9):
+    """What is added to a case's results, of a dtype; None for none."""
+    floats = (jax.ShapeDtypeStruct(shape, F32) for shape in (c.lhs_shape(), c.rhs_shape()))
+    f = lambda lhs, rhs: jax.lax.conv_general_dilated(lhs, rhs, **c.keywords())
+    shape, rng = jax.eval_shape(f, *floats).shape, np.random.default_rng(seed)
+    if kind is None or "int8" not in kind:
+        return kind and jnp.asarray(rng.normal(0, 3, shape), kind)
+    of_all = lambda x: jnp.full((1,) * len(shape), x)
+    return QArray(jnp.asarray(int8(rng, *shape)), of_all(0.03), of_all(-7) if "zero point" in kind else None)
 
 
 def shifted(q):
@@ -204,7 +215,7 @@ def test_parts_of_k(on_reference, tile, name):
 
 
 @pytest.mark.parametrize("tile", RESIDENT, indirect=True, ids=id_of)
-@pytest.mark.parametrize("out_dtype", [np.int8, F8])
+@pytest.mark.parametrize(("out_dtype", "kind"), [(np.int8, None), (F8, None), (np.int8, "int8 with a zero point")])
 @pytest.mark.parametrize(
     "c",
     [
@@ -216,11 +227,12 @@ def test_parts_of_k(on_reference, tile, name):
     ],
     ids=["several turns", "one axis", "channels of several steps", "asymmetric padding", "dilation"],
 )
-def test_resident_weights(on_reference, gpu, tile, c, out_dtype):
+def test_resident_weights(on_reference, gpu, tile, c, out_dtype, kind):
     c = of_gpu(c, gpu)  # warpgroups take several tiles, and stages are loaded again
     lhs, rhs = operands(c)
     bias = jnp.asarray(np.linspace(-1, 1, c.out, dtype=F32))
-    check(on_reference, c, lhs, rhs, bias, tile=tile, activation="relu", **output_of(out_dtype))
+    options = output_of(out_dtype) | dict(residual=residual_of(c, kind))
+    check(on_reference, c, lhs, rhs, bias, tile=tile, activation="relu", **options)
 
 
 def test_groups_of_few_channels_become_one(on_reference, tile):
@@ -325,6 +337,40 @@ def test_groups_end_within_whole_stores(on_reference, tile, out_dtype):
     check(on_reference, c, *operands(c), tile=tile, out_dtype=out_dtype, **output)
 
 
+@pytest.mark.parametrize(
+    ("kind", "out", "out_dtype"),
+    [
+        ("int8", 16, np.int8),
+        ("int8 with a zero point", 19, np.int8),
+        ("int8 with a zero point", 20, BF16),
+        ("float32", 16, F32),
+        ("bfloat16", 19, BF16),
+        ("float16", 24, np.int8),
+    ],
+)
+@pytest.mark.parametrize("taps", [1, 3])
+def test_residuals(on_reference, tile, taps, kind, out, out_dtype):
+    """Whose rows begin at whole loads and others; a window of one value is no product then."""
+    c = case((6, 5), (taps, taps), padding=((taps // 2,) * 2,) * 2, channels=32, out=out)
+    bias = jnp.asarray(np.linspace(-1, 1, out, dtype=F32))
+    options = output_of(out_dtype) | dict(activation="relu", residual=residual_of(c, kind))
+    check(on_reference, c, *operands(c, "each"), bias, tile=tile, **options)
+
+
+def test_residuals_of_groups(on_reference, tile):
+    """Rows of residual and output are aligned to whole loads and stores, and groups in them are not."""
+    c = case((4, 5), (3, 3), padding=SAME, channels=16, out=12, groups=4)
+    check(on_reference, c, *operands(c), tile=tile, out_dtype=BF16, residual=residual_of(c, "int8"))
+
+
+@pytest.mark.parametrize("groups", [4, 20])
+def test_residuals_of_each_channel_are_added_by_xla(on_reference, groups):
+    c = case((6, 5), (3, 3), padding=SAME, channels=1, out=1, groups=groups)
+    bias = jnp.asarray(np.linspace(-1, 1, groups, dtype=F32))
+    options = output_of(np.int8) | dict(activation="relu", residual=residual_of(c, "int8"))
+    check(on_reference, c, *operands(c, "each"), bias, kernel="what follows the sums by XLA", **options)
+
+
 @pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
 @pytest.mark.parametrize("groups", [20, 32])
 def test_outputs_of_each_channel(on_reference, general, groups, out_dtype):
@@ -368,6 +414,18 @@ def test_batches(on_reference, mapped, sizes):
     np.testing.assert_array_equal(jax.device_get(jax.jit(f)(*args)), jax.device_get(on_reference(f, *args)))
 
 
+@pytest.mark.parametrize("mapped", [(0, None, None), (0, None, 0), (None, 0, 0)], ids=str)
+def test_batches_with_residuals(on_reference, mapped):
+    """Of which each entry has one, or all have the same."""
+    c = case((6, 5), (3, 3), padding=SAME, channels=16, out=7)
+    several = [(*operands(c, "each", seed=seed), residual_of(c, "int8", seed)) for seed in range(3)]
+    stack = lambda qs: jax.tree.map(lambda *leaves: jnp.stack(leaves), *qs)
+    args = [stack(qs) if dim == 0 else qs[0] for qs, dim in zip(zip(*several), mapped)]
+    one = lambda lhs, rhs, residual: jax_qmm.conv_general_dilated(lhs, rhs, **c.keywords(), residual=residual)
+    f = jax.vmap(one, mapped)
+    np.testing.assert_array_equal(jax.device_get(jax.jit(f)(*args)), jax.device_get(on_reference(f, *args)))
+
+
 def test_groups_of_the_batch(on_reference):
     c = case((6, 5), (3, 3), padding=SAME, channels=16, out=8, images=4)
     f = lambda lhs, rhs: jax_qmm.conv_general_dilated(lhs, rhs, **c.keywords(), batch_group_count=2)
@@ -382,7 +440,7 @@ def test_a_float_image_is_quantized_for_the_kernel(on_reference):
     numbers = ("NHWC", "HWIO", "NHWC")
     f = lambda x, w: jax_qmm.conv_general_dilated(x, w, (2, 1), "SAME", dimension_numbers=numbers, scheme=scheme)
     rows = jax_qmm.explain(f, x, w).rows
-    assert "implicit GEMM" in rows[-1].runs_on
+    assert " int8" in rows[-1].runs_on
     np.testing.assert_array_equal(jax.device_get(jax.jit(f)(x, w)), jax.device_get(on_reference(f, x, w)))
 
 
@@ -427,6 +485,7 @@ I32 = np.int32
         (dict(names="bias zero_point_lhs"), "names has more names than there are vectors"),
         (dict(names="zero_point_lhs"), "zero_point_lhs has XLA's dtype"),
         (dict(activation="tanh"), "activation is"),
+        (dict(names="residual"), "residual has"),
     ],
 )
 def test_bad_operands(wrong, message):

@@ -40,19 +40,21 @@ def padded(spec):
 # int8
 
 
-def conv(lhs, scale_l, zero_l, rhs, scale_r, zero_r, bias, **options):
-    options = NHWC | dict(activation="relu") | options
+def conv(lhs, scale_l, zero_l, rhs, scale_r, zero_r, bias, residual=None, **options):
+    residual = residual if residual is None else QArray(residual, jnp.full((1,) * 4, 3.0))
+    options = NHWC | dict(activation="relu", residual=residual) | options
     return jax_qmm.conv_general_dilated(
         QArray(lhs, scale_l, zero_l), QArray(rhs, scale_r, zero_r), bias=bias, **options
     )
 
 
-def run_sharded(axes, kind=AxisType.Auto, groups=1):
+def run_sharded(axes, kind=AxisType.Auto, groups=1, **residual):
     """The sharding of a result that is as it should be, and the program's collectives, given the axes' mesh axes."""
-    args = operands(8, 8, 8, groups)
+    args = operands(8, 8, 8, groups) | residual
     i, o, c, columns = (axes.get(name) for name in ("images", "out", "channels", "columns"))
     specs = dict(lhs=(i, None, columns, c), rhs=(o, None, None, c))
     specs |= dict.fromkeys(("scale_l", "zero_l"), (i,)) | dict.fromkeys(("scale_r", "zero_r", "bias"), (o,))
+    specs |= dict(residual=(i, None, None, o))
     f = lambda args: conv(**args, feature_group_count=groups)
     mesh = make_mesh(kind)
     with jax.set_mesh(mesh):
@@ -77,6 +79,14 @@ SHARDED = [
 @pytest.mark.parametrize(("axes", "spec", "want"), SHARDED, ids=str)
 def test_int8(axes, spec, want, kind):
     got_spec, got = run_sharded(axes, kind)
+    assert got == want
+    assert padded(got_spec) == padded(spec)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize(("axes", "spec", "want"), SHARDED, ids=str)
+def test_int8_with_a_residual(axes, spec, want, kind):
+    got_spec, got = run_sharded(axes, kind, residual=int8(np.random.default_rng(1), 8, 3, 4, 8))
     assert got == want
     assert padded(got_spec) == padded(spec)
 

@@ -55,6 +55,27 @@ def test_vmap_of_weights_of_4_bits(dims, taps, groups):
     np.testing.assert_allclose(got, np.stack(want), rtol=0, atol=48 * 2.0**-24 * 48)
 
 
+@pytest.mark.parametrize("mapped", ["residual", "lhs residual", "rhs residual"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_vmap_with_a_residual(mapped, quantized):
+    stacked = {name: np.stack([operands(seed=seed)[name] for seed in range(3)]) for name in operands()}
+    stacked["residual"] = data(3, 4, 3, 4, 6)
+    if quantized:
+        stacked["residual"] = np.round(40 * stacked["residual"]).astype(np.int8)
+    args = {name: jnp.asarray(x if name in mapped.split() else x[0]) for name, x in stacked.items()}
+    axes = {name: 0 if name in mapped.split() else None for name in args}
+
+    def one(args):
+        args = dict(args)
+        residual = args.pop("residual")
+        scale = jnp.full((1,) * 4, 0.3)
+        return conv(**args, residual=QArray(residual, scale, jnp.full((1,) * 4, 3)) if quantized else residual)
+
+    got = jax.jit(jax.vmap(one, in_axes=(axes,)))(args)
+    picked = lambda i: {name: x[i] if axes[name] == 0 else x for name, x in args.items()}
+    np.testing.assert_array_equal(got, np.stack([one(picked(i)) for i in range(3)]))
+
+
 def test_vmap_of_vmap():
     args = operands()
     f = lambda lhs, rhs: conv(**args | dict(lhs=lhs, rhs=rhs))
@@ -100,6 +121,17 @@ def test_a_static_scale_has_a_derivative():
     fake = lambda s: jax_qmm.fake_quantize(x, axis=None, scale=s)
     want = lambda s: jnp.sum(jax.lax.conv_general_dilated(fake(s), w.dequantize(), **NHWC) ** 2)
     np.testing.assert_allclose(jax.grad(f)(0.01), jax.grad(want)(0.01), rtol=1e-3)
+
+
+def test_a_float_residual_has_a_derivative():
+    args = {name: jnp.asarray(x) for name, x in operands().items()}
+    residual = jnp.asarray(data(4, 3, 4, 6))
+    f = lambda residual: conv(**args, residual=residual, out_dtype=jnp.float32)
+    y, gradient = f(residual), jax.grad(lambda residual: f(residual).sum())(residual)
+    np.testing.assert_array_equal(gradient, np.where(np.asarray(y) > 0, 1, 0).astype(np.float32))
+    q = QArray(jnp.zeros(residual.shape, jnp.int8), jnp.ones((1,) * 4))
+    of_bias = jax.grad(lambda bias: conv(**args | dict(bias=bias), residual=q, out_dtype=jnp.float32).sum())
+    assert of_bias(args["bias"]).shape == args["bias"].shape
 
 
 def test_results_of_integers_have_no_derivative():
