@@ -341,10 +341,8 @@ void bind_conv(nb::module_& m) {
            nb::arg("taps"), nb::arg("pixels"), nb::arg("strides"), nb::arg("before"), nb::arg("dilation"),
            nb::arg("out_dtype"), nb::arg("zero_points"), nb::arg("residual") = "",
            "Of channels of a group and output channels n, whether any side has zero points, and the dtype of a "
-           "residual, "
-           "if there is one. The others are of "
-           "three axes: sizes of the image, the window "
-           "and the result, strides, padding before the image, and dilation of the window.")
+           "residual, if there is one. The others are of three axes: sizes of the image, the window and the result, "
+           "strides, padding before the image, and dilation of the window.")
       .def(
           "select",
           [](Conv const& p, Gpu const& gpu) -> std::optional<std::string> {

@@ -1,6 +1,8 @@
 // What a convolution adds to its results before the activation: a tensor of their shape, float or int8.
 #pragma once
 
+#include <algorithm>
+
 #include "conv/conv.h"
 #include "scaled_mm/epilogue.cuh"
 

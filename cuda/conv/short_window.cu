@@ -8,6 +8,7 @@
 //
 //   column 2 q + e of fragment j, of thread q of four   is the tile's   8 q + 2 j + e
 #include <algorithm>
+#include <cmath>
 
 #include "conv/instances.h"
 #include "conv/short_window.h"
@@ -295,6 +296,8 @@ bool serves(Conv const& p) {
   bool const is_plane = p.taps[0] == 1 && p.image[0] == 1 && p.pixels[0] == 1 && p.before[0] == 0;
   if (!is_plane || p.residual.data != nullptr || p.groups > 1 || p.channels % 4 != 0 || p.k > 4 * C::kWords)
     return false;
+  double const reach = double(p.pixels[2]) * p.strides[2] + std::abs(double(p.before[2]));  // from an image's beginning
+  if (reach * (p.channels / 4) > kLongest) return false;
   Part const part = part_of(p, kMostDown);
   return std::max(part.lines, part.words) <= kMostShared && 8 * part.lines * part.words <= kMostShared;
 }
