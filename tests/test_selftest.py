@@ -56,7 +56,7 @@ def extension(monkeypatch):
     monkeypatch.setattr(selftest, "WEIGHT_K", 200)
     monkeypatch.setattr(selftest, "WEIGHT_ROWS", (3,))
     monkeypatch.setattr(selftest, "CONVOLUTIONS", ((4, 1, 3, *selftest.WINDOW),))
-    monkeypatch.setattr(selftest, "CONV_KINDS", (("int32", True), ("int8", False)))
+    monkeypatch.setattr(selftest, "CONV_KINDS", (("int32", True, None), ("int8", False, "int8")))
     monkeypatch.setattr(selftest, "BLOCK_KINDS", (("int8", 64, True, 1), ("float8_e4m3fn", 128, False, 128)))
     monkeypatch.setattr(selftest, "FLOAT_KINDS", (("int8", 64, False), ("float8_e4m3fn", 128, True)))
     monkeypatch.setattr(selftest, "BLOCK_K", 272)
