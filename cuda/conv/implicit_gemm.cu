@@ -16,7 +16,6 @@ struct Params {
   Window window;
   Columns columns;
   int columns_of_group, groups;
-  ResidualArg residual;
 };
 
 // Where the block's tile is: of the columns, in its group's.
@@ -115,8 +114,8 @@ struct Config : sm80::Config<DType::kS8, Accum::kFull, TileM, TileN, TileK, Warp
   static constexpr int kBlocksPerSm = BlocksPerSm;
 };
 
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) conv_kernel(Params p) {
+template <class C, class Added>
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) conv_kernel(Params p, Added added) {
   extern __shared__ __align__(128) uint8_t shared[];
   uint32_t const stages = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   Place<C> const at(p);
@@ -135,14 +134,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) conv_kernel(Para
     terms.sums_a = from.sums_a.load(at.l, m * p.groups + at.group);
   });
   __syncthreads();
-  Residual const residual = p.residual.at(at.l);
-  sm80::write_tile<C>(acc, p.product, at, shared,
-                      [&](auto& values, int64_t place, int there) { residual.add(values, place, there); });
+  sm80::write_tile<C>(acc, p.product, at, shared, added.at(at.l));
 }
 
 template <class C>
 cudaError_t prepare(bool& fits) {
-  return prepare_kernel(reinterpret_cast<void const*>(conv_kernel<C>), {{}, C::kThreads, C::kSharedBytes}, fits);
+  auto const kernel_with = [](auto added) { return reinterpret_cast<void const*>(conv_kernel<C, decltype(added)>); };
+  return prepare_both(kernel_with, {{}, C::kThreads, C::kSharedBytes}, fits);
 }
 
 template <class C>
@@ -154,12 +152,14 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
   uintptr_t const in = address(problem.a) | address(problem.b) | uintptr_t(problem.channels);
   product.copied = in % 16 == 0 ? 16 : in % 8 == 0 ? 8 : 4;
   product.stores_whole = (address(problem.out) | uintptr_t(columns) * bytes_of(problem.out_dtype)) % 16 == 0;
-  Params const params{product,          Window(problem),
-                      Columns(problem), columns,
-                      problem.groups,   ResidualArg(problem, columns, bytes_of(problem.out_dtype) == 4 ? 4 : 8)};
+  Params const params{product, Window(problem), Columns(problem), columns, problem.groups};
   unsigned const blocks = product.tiles_m * product.tiles_n * unsigned(problem.batch);
   LaunchShape const shape{dim3(blocks, 1, problem.groups), C::kThreads, C::kSharedBytes};
-  return jax_qmm::launch(submit, shape, conv_kernel<C>, params);
+  if (problem.residual.data == nullptr) {
+    return jax_qmm::launch(submit, shape, conv_kernel<C, NoResidual>, params, NoResidual());
+  }
+  ResidualArg const residual(problem, columns, bytes_of(problem.out_dtype) == 4 ? 4 : 8);
+  return jax_qmm::launch(submit, shape, conv_kernel<C, ResidualArg>, params, residual);
 }
 
 bool serves(Conv const& p) { return !p.is_depthwise(); }

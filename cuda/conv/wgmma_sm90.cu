@@ -74,7 +74,6 @@ struct Params {
   bool stores_whole;                     // whether rows of the output start at whole stores
   int share;                             // blocks of a cluster that share weights
   int clusters_m, tiles_n;
-  ResidualArg residual;
   EpilogueArgs<true> epilogue;
 };
 
@@ -130,9 +129,9 @@ __device__ void load_terms(Params const& p, typename C::Shared& shared, int l, i
   if (column < tile_n) p.epilogue.load_column(l, first_n + column, shared.columns[column]);
 }
 
-template <class C>
+template <class C, class Added>
 __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
-    wgmma_conv_kernel(Params const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_a,
+    wgmma_conv_kernel(Params const p, Added const added, CUTE_GRID_CONSTANT CUtensorMap const boxes_a,
                       CUTE_GRID_CONSTANT CUtensorMap const boxes_b) {
   using namespace cute;
   using Full = cutlass::arch::ClusterTransactionBarrier;
@@ -242,9 +241,7 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   finish_stages<C>(shared, parts);
   Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kTileM>, Int<kTileN>>{}));
   store_sums<C, kMathThreads>(shared, partial, parts, tile_m, acc, places);
-  Residual const residual = p.residual.at(l);
-  write_rows<C, kMathThreads>(p, output, shared, partial, parts, l, first_m, first_n, end_n,
-                              [&](auto& values, int64_t place, int there) { residual.add(values, place, there); });
+  write_rows<C, kMathThreads>(p, output, shared, partial, parts, l, first_m, first_n, end_n, added.at(l));
 }
 
 // The channels of weights at one tap.
@@ -269,7 +266,10 @@ LaunchShape shape_of(dim3 grid, int share, int parts) {
 
 template <class C, int kShare, int kParts>
 cudaError_t prepare(bool& fits) {
-  return prepare_kernel(reinterpret_cast<void const*>(wgmma_conv_kernel<C>), shape_of<C>({}, kShare, kParts), fits);
+  auto const kernel_with = [](auto added) {
+    return reinterpret_cast<void const*>(wgmma_conv_kernel<C, decltype(added)>);
+  };
+  return prepare_both(kernel_with, shape_of<C>({}, kShare, kParts), fits);
 }
 
 template <class C, int kShare, int kParts>
@@ -297,11 +297,14 @@ cudaError_t launch(Conv const& p, Submit const& submit) {
                       kShare,
                       int(ceil_div(p.m, C::kTileM * kShare)),
                       int(ceil_div(columns, C::kTileN)),
-                      ResidualArg(p, columns, 4),
                       epilogue_args<true>(p)};
   unsigned const clusters = unsigned(params.clusters_m) * params.tiles_n * unsigned(p.batch);
-  return jax_qmm::launch(submit, shape_of<C>(dim3(clusters * kShare, kParts, p.groups), kShare, kParts),
-                         wgmma_conv_kernel<C>, params, images, weights);
+  LaunchShape const shape = shape_of<C>(dim3(clusters * kShare, kParts, p.groups), kShare, kParts);
+  if (p.residual.data == nullptr) {
+    return jax_qmm::launch(submit, shape, wgmma_conv_kernel<C, NoResidual>, params, NoResidual(), images, weights);
+  }
+  ResidualArg const residual(p, columns, 4);
+  return jax_qmm::launch(submit, shape, wgmma_conv_kernel<C, ResidualArg>, params, residual, images, weights);
 }
 
 // Whether TMA has its boxes, and each part of K a stage.

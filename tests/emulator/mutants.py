@@ -336,7 +336,7 @@ MUTANTS = [
     Mutant("conv: whole loads of residuals everywhere", RESIDUAL, "if (loads_whole && there >= N)", "if (true)"),
     Mutant("conv: residuals without their zero point", RESIDUAL, "float(value - zero_point)", "float(value)"),
     Mutant("conv: residuals of the first entry", RESIDUAL, "data) + l * batch_stride", "data) + 0 * batch_stride"),
-    Mutant("conv: no barrier before the terms are read", CONV, "  __syncthreads();\n  Residual", "  Residual"),
+    Mutant("conv: no barrier before the terms are read", CONV, "  __syncthreads();\n  sm80::write", "  sm80::write"),
     Mutant(
         "short windows: a line beyond the image", SHORT_WINDOWS, "unsigned(y) < unsigned", "unsigned(y) <= unsigned"
     ),
