@@ -14,16 +14,18 @@ from tqdm import tqdm
 
 from jax_qmm import _extension
 from jax_qmm.bench import convs, measure
+from jax_qmm.ops.conv import padded_channels
+from jax_qmm.ops.conv_form import Window
 
 
 def problem_of(kernels, layer: convs.Layer, images: int):
     """What the extension knows of a layer: batch, images, channels and groups, sizes, moves, and the result."""
     sizes = ((1, size, size) for size in (layer.size, layer.window, layer.out_size))
-    moves = (1, layer.stride, layer.stride), (0, layer.window // 2, layer.window // 2), (1, 1, 1)
-    channels = layer.channels // layer.groups
-    if channels == 3:
-        channels = 4  # as they are padded at each call
-    return kernels.ConvProblem(1, images, channels, layer.out, layer.groups, *sizes, *moves, "int8", False)
+    padding = ((layer.window // 2,) * 2,) * 2
+    window = Window((layer.stride,) * 2, padding, (1, 1), (1, 1), layer.groups)
+    weights = layer.out, layer.window, layer.window, layer.channels // layer.groups
+    channels = padded_channels(weights, window)
+    return kernels.ConvProblem(1, images, channels, layer.out, layer.groups, *sizes, *window.moves(), "int8", False)
 
 
 def measure_layer(layer: convs.Layer, images: int, kernels, gpu):

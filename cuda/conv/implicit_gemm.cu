@@ -139,8 +139,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) conv_kernel(Para
 
 template <class C>
 cudaError_t prepare(bool& fits) {
-  auto const kernel_with = [](auto added) { return reinterpret_cast<void const*>(conv_kernel<C, decltype(added)>); };
-  return prepare_both(kernel_with, {{}, C::kThreads, C::kSharedBytes}, fits);
+  return prepare_all({reinterpret_cast<void const*>(conv_kernel<C, NoResidual>),
+                      reinterpret_cast<void const*>(conv_kernel<C, ResidualArg>)},
+                     {{}, C::kThreads, C::kSharedBytes}, fits);
 }
 
 template <class C>
@@ -155,11 +156,9 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
   Params const params{product, Window(problem), Columns(problem), columns, problem.groups};
   unsigned const blocks = product.tiles_m * product.tiles_n * unsigned(problem.batch);
   LaunchShape const shape{dim3(blocks, 1, problem.groups), C::kThreads, C::kSharedBytes};
-  if (problem.residual.data == nullptr) {
-    return jax_qmm::launch(submit, shape, conv_kernel<C, NoResidual>, params, NoResidual());
-  }
-  ResidualArg const residual(problem, columns, bytes_of(problem.out_dtype) == 4 ? 4 : 8);
-  return jax_qmm::launch(submit, shape, conv_kernel<C, ResidualArg>, params, residual);
+  return with_residual(problem, columns, bytes_of(problem.out_dtype) == 4 ? 4 : 8, [&](auto added) {
+    return jax_qmm::launch(submit, shape, conv_kernel<C, decltype(added)>, params, added);
+  });
 }
 
 bool serves(Conv const& p) { return !p.is_depthwise(); }

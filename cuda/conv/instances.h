@@ -1,9 +1,11 @@
 // The table of kernels, from which select.cc chooses.
 #pragma once
 
+#include <initializer_list>
 #include <vector>
 
 #include "conv/conv.h"
+#include "core/prepare.h"
 #include "core/words.h"
 
 namespace jax_qmm::conv {
@@ -22,6 +24,17 @@ struct Instance {
   bool is_resident = false;  // keeps weights in shared memory
   int share = 1, parts = 1;  // blocks of a cluster that share weights, or K
 };
+
+// Prepares the kernels of an instance, of which each runs for other problems.
+inline cudaError_t prepare_all(std::initializer_list<void const*> kernels, LaunchShape const& shape, bool& fits) {
+  fits = true;
+  for (void const* const kernel : kernels) {
+    bool this_fits;
+    if (cudaError_t const error = prepare_kernel(kernel, shape, this_fits)) return error;
+    fits = fits && this_fits;
+  }
+  return cudaSuccess;
+}
 
 // In a source for each.
 void add_implicit_gemm(std::vector<Instance>& to);

@@ -23,10 +23,10 @@ struct AddsInt8 {
   }
 };
 
-template <bool kHasResidual>
+template <class Added>
 struct Pixels {
   static constexpr bool kHasZeroPoints = false;
-  std::conditional_t<kHasResidual, ResidualArg, AddsNothing> residual;
+  Added added;
   Window window;
   int channels, chunks, taps_x;  // the channels of a tap come in so many steps
 
@@ -61,10 +61,10 @@ struct Pixels {
   // Of a pixel's scale.
   __device__ int entry_of(int pixel) const { return window.image_of(pixel); }
   __device__ auto adder() const {
-    if constexpr (kHasResidual) {
-      return AddsInt8{residual.at(0)};
+    if constexpr (std::is_same_v<Added, NoResidual>) {
+      return AddsNothing{};
     } else {
-      return residual;
+      return AddsInt8{added.at(0)};
     }
   }
 };
@@ -80,13 +80,11 @@ cudaError_t launch_resident(Conv const& p, Submit const& submit) {
   if (cudaError_t const error = current_gpu(gpu)) return error;
   CUtensorMap boxes;
   if (cudaError_t const error = make_image_boxes(p, kTileM, C::kTileK, boxes)) return error;
-  auto const launch = [&](auto has_residual, auto residual) {
-    Pixels<has_residual()> const pixels{residual, Window(p), p.channels, int(ceil_div(p.channels, C::kTileK)),
-                                        p.taps[2]};
+  int const chunks = int(ceil_div(p.channels, C::kTileK));
+  return with_residual(p, p.n, kEach, [&](auto added) {
+    Pixels<decltype(added)> const pixels{added, Window(p), p.channels, chunks, p.taps[2]};
     return resident::launch<C>(p, pixels, steps_of<C>(p), boxes, *gpu, submit);
-  };
-  if (p.residual.data == nullptr) return launch(std::false_type(), AddsNothing());
-  return launch(std::true_type(), ResidualArg(p, p.n, kEach));
+  });
 }
 
 template <class C>
@@ -99,11 +97,9 @@ bool serves(Conv const& p) {
 
 template <class C>
 cudaError_t prepare(bool& fits) {
-  bool alone_fits = false;
-  if (cudaError_t const error = resident::prepare<C, Pixels<false>>(alone_fits)) return error;
-  cudaError_t const error = resident::prepare<C, Pixels<true>>(fits);
-  fits = fits && alone_fits;
-  return error;
+  return prepare_all({reinterpret_cast<void const*>(kernel<C, Pixels<NoResidual>>),
+                      reinterpret_cast<void const*>(kernel<C, Pixels<ResidualArg>>)},
+                     {{}, kThreads, kSharedMemory}, fits);
 }
 
 template <class C>

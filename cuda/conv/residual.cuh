@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "conv/conv.h"
-#include "core/prepare.h"
 #include "scaled_mm/add_nothing.cuh"
 #include "scaled_mm/epilogue.cuh"
 
@@ -85,14 +84,10 @@ struct NoResidual {
   __device__ AddNothing at(int) const { return {}; }
 };
 
-// Prepares a kernel for both, given as `kernel_with(argument)`.
-template <class KernelWith>
-cudaError_t prepare_both(KernelWith kernel_with, LaunchShape const& shape, bool& fits) {
-  bool fits_with;
-  if (cudaError_t const error = prepare_kernel(kernel_with(NoResidual()), shape, fits)) return error;
-  cudaError_t const error = prepare_kernel(kernel_with(ResidualArg(Conv{}, 1, 1)), shape, fits_with);
-  fits = fits && fits_with;
-  return error;
+// Calls f with the argument of a kernel with the problem's residual, or of one without.
+template <class F>
+cudaError_t with_residual(Conv const& p, int columns, int at_once, F f) {
+  return p.residual.data == nullptr ? f(NoResidual()) : f(ResidualArg(p, columns, at_once));
 }
 
 }  // namespace jax_qmm::conv

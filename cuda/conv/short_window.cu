@@ -229,25 +229,12 @@ Part part_of(Conv const& p, int down) {
   return part;
 }
 
-// Calls f with the kernel for results of so many bytes.
-template <class C, class F>
-cudaError_t with_kernel(int bytes, F f) {
-  if (bytes == 1) return f(short_window_kernel<C, uint8_t>);
-  return bytes == 2 ? f(short_window_kernel<C, uint16_t>) : f(short_window_kernel<C, uint32_t>);
-}
-
 template <class C>
 cudaError_t prepare(bool& fits) {
-  fits = true;
-  for (int const bytes : {1, 2, 4}) {
-    bool this_fits;
-    cudaError_t const error = with_kernel<C>(bytes, [&](auto* kernel) {
-      return prepare_kernel(reinterpret_cast<void const*>(kernel), {{}, kThreads, kMostShared}, this_fits);
-    });
-    if (error != cudaSuccess) return error;
-    fits = fits && this_fits;
-  }
-  return cudaSuccess;
+  return prepare_all({reinterpret_cast<void const*>(short_window_kernel<C, uint8_t>),
+                      reinterpret_cast<void const*>(short_window_kernel<C, uint16_t>),
+                      reinterpret_cast<void const*>(short_window_kernel<C, uint32_t>)},
+                     {{}, kThreads, kMostShared}, fits);
 }
 
 template <class C>
@@ -288,7 +275,10 @@ cudaError_t launch(Conv const& p, Submit const& submit) {
                       epilogue_args<true>(p)};
   LaunchShape const shape{dim3(unsigned(tiles_n * tiling.blocks * p.batch)), kThreads,
                           size_t(8 * part.lines * part.words)};
-  return with_kernel<C>(bytes, [&](auto* kernel) { return jax_qmm::launch(submit, shape, kernel, params); });
+  auto* const kernel = bytes == 1   ? short_window_kernel<C, uint8_t>
+                       : bytes == 2 ? short_window_kernel<C, uint16_t>
+                                    : short_window_kernel<C, uint32_t>;
+  return jax_qmm::launch(submit, shape, kernel, params);
 }
 
 template <class C>

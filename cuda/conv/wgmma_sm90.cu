@@ -266,10 +266,9 @@ LaunchShape shape_of(dim3 grid, int share, int parts) {
 
 template <class C, int kShare, int kParts>
 cudaError_t prepare(bool& fits) {
-  auto const kernel_with = [](auto added) {
-    return reinterpret_cast<void const*>(wgmma_conv_kernel<C, decltype(added)>);
-  };
-  return prepare_both(kernel_with, shape_of<C>({}, kShare, kParts), fits);
+  return prepare_all({reinterpret_cast<void const*>(wgmma_conv_kernel<C, NoResidual>),
+                      reinterpret_cast<void const*>(wgmma_conv_kernel<C, ResidualArg>)},
+                     shape_of<C>({}, kShare, kParts), fits);
 }
 
 template <class C, int kShare, int kParts>
@@ -300,11 +299,9 @@ cudaError_t launch(Conv const& p, Submit const& submit) {
                       epilogue_args<true>(p)};
   unsigned const clusters = unsigned(params.clusters_m) * params.tiles_n * unsigned(p.batch);
   LaunchShape const shape = shape_of<C>(dim3(clusters * kShare, kParts, p.groups), kShare, kParts);
-  if (p.residual.data == nullptr) {
-    return jax_qmm::launch(submit, shape, wgmma_conv_kernel<C, NoResidual>, params, NoResidual(), images, weights);
-  }
-  ResidualArg const residual(p, columns, 4);
-  return jax_qmm::launch(submit, shape, wgmma_conv_kernel<C, ResidualArg>, params, residual, images, weights);
+  return with_residual(p, columns, 4, [&](auto added) {
+    return jax_qmm::launch(submit, shape, wgmma_conv_kernel<C, decltype(added)>, params, added, images, weights);
+  });
 }
 
 // Whether TMA has its boxes, and each part of K a stage.
