@@ -189,8 +189,28 @@ def calls(scheme: str, layer: Layer, images: int, roofline_us: float) -> dict[st
     return {name: functools.partial(timed, *each) for name, each in contestants(scheme, layer, images).items()}
 
 
+def autotune_xla(scheme: str, layers: Sequence[tuple[str, Layer]], images: int) -> None:
+    """Has XLA choose its kernels for all layers in one program, where it compiles candidates of many at a time.
+
+    It remembers the choices for later programs of this process.
+    """
+    calls = [
+        (function, jax.eval_shape(make, 0))
+        for _, layer in layers
+        for name, (function, make) in contestants(scheme, layer, images).items()
+        if name != "ours"
+    ]
+    program = lambda each: [function(*operands) for (function, _), operands in zip(calls, each)]
+    jax.jit(program).lower([operands for _, operands in calls]).compile()
+
+
 def measure_all(scheme, layers, images, bandwidth, peak, rows, failures) -> Iterator[None]:
     """Measures the layers at each number of images and shows a progress bar, as that of `schemes`."""
+    for count in tqdm(images, desc="XLA compiles", unit="images"):
+        try:
+            autotune_xla(scheme, layers, count)
+        except RuntimeError as error:  # one by one, then
+            failures.append(f"XLA failed on all layers of {count} together: {report.first_line(error)}")
     with tqdm([(*each, count) for each in layers for count in images], desc="bench", unit="layer") as bar:
         for network, layer, count in bar:
             row = row_of(scheme, network, layer, count, bandwidth, peak)

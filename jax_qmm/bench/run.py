@@ -58,7 +58,7 @@ def measure_all(
             try:
                 measure.autotune_xla([product for product in products if product.m == m])
             except RuntimeError as error:  # one by one, then
-                failures.append(f"XLA failed on all products of M {m} together: {_first_line(error)}")
+                failures.append(f"XLA failed on all products of M {m} together: {report.first_line(error)}")
     with tqdm(products, desc="bench", unit="product") as bar:
         for product in bar:
             where = _extension.describe_scaled_mm(*product)
@@ -77,7 +77,7 @@ def measure_all(
                 try:
                     us = calls[name]()
                 except RuntimeError as error:  # of CUDA, PyTorch or XLA: no memory, a shape not supported
-                    failures.append(f"{label} failed on {product}: {_first_line(error)}")
+                    failures.append(f"{label} failed on {product}: {report.first_line(error)}")
                     if name == "ours":
                         break
                     del calls[name]
@@ -136,7 +136,3 @@ def main(
         print(f"\n{check.table(slower, len(rows), reference)}")
         if slower or len(rows) < len(products):
             raise SystemExit(1)
-
-
-def _first_line(error):
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -120,8 +120,7 @@ def measure_row(
         try:
             us = timed[what]()
         except RuntimeError as error:  # of CUDA or XLA: too little memory, a convolution that it lacks
-            first_line = str(error).partition("\n")[0]
-            failures.append(f"{label} failed on {where}: {first_line}")
+            failures.append(f"{label} failed on {where}: {report.first_line(error)}")
             continue
         row.times.setdefault(what, []).append(us)
         if what == "ours" and len(row.times[what]) == 1:
