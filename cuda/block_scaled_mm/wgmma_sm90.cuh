@@ -25,6 +25,7 @@
 // have exited.
 #pragma once
 
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <algorithm>
 #include <array>
 
@@ -515,6 +516,7 @@ void add_wgmma(DType in, std::vector<Instance>& to) {
     to.push_back(instance<ConfigSm90<T, kBits, 64, true>, 1>(in));
     to.push_back(instance<ConfigSm90<T, kBits, 128, true>, 1>(in));
     to.push_back(instance<ConfigSm90<T, kBits, 128, true, 192>, 1>(in));
+    to.push_back(instance<ConfigSm90<T, kBits, 176, true>, 1>(in));
     to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 1>(in));
     // To share x gains up to 4 % here, and nothing with smaller tiles (benchmarks/block_scaled_mm/README.md).
     to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 2>(in));
