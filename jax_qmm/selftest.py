@@ -26,7 +26,7 @@ from jax_qmm.reference import (
     scaled_mm as reference,
 )
 from jax_qmm.reference.quantize import quantize_dynamic, quantize_static
-from jax_qmm.text_table import format_table
+from jax_qmm.text_table import first_line, format_table
 from jax_qmm.tuning import Product
 
 # M and K of products, ragged in whatever a kernel tiles; rows of 75 bytes are aligned for the general kernel alone.
@@ -506,7 +506,7 @@ def run(kernels, gpu) -> tuple[list[Result], list[str]]:
             try:
                 results += check()
             except RuntimeError as error:  # of CUDA or XLA
-                failures.append(f"{name} failed: {next(iter(str(error).splitlines()), type(error).__name__)}")
+                failures.append(f"{name} failed: {first_line(error)}")
     kernels.clear_scaled_mm_tuning()
     return results, failures
 

@@ -1,4 +1,4 @@
-"""Plain-text tables, as reports, `explain` and `bench` print them."""
+"""Plain-text tables and lines, as reports, `explain` and `bench` print them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -30,3 +30,12 @@ def format_bytes(n: int) -> str:
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.1f} {units[0]}"
+
+
+def first_line(error: Exception) -> str:
+    """What it says in a line, or what it is.
+
+    >>> first_line(RuntimeError("no memory\\nfor 3 GiB")), first_line(RuntimeError())
+    ('no memory', 'RuntimeError')
+    """
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -15,6 +15,7 @@ from jax_qmm.bench import measure, report, schemes
 from jax_qmm.bench.report import Row
 from jax_qmm.qarray import QArray
 from jax_qmm.schemes import W4A16
+from jax_qmm.text_table import first_line
 
 IMAGES = (1, 8, 64)
 WORDS = {
@@ -210,7 +211,7 @@ def measure_all(scheme, layers, images, bandwidth, peak, rows, failures) -> Iter
         try:
             autotune_xla(scheme, layers, count)
         except RuntimeError as error:  # one by one, then
-            failures.append(f"XLA failed on all layers of {count} together: {report.first_line(error)}")
+            failures.append(f"XLA failed on all layers of {count} together: {first_line(error)}")
     with tqdm([(*each, count) for each in layers for count in images], desc="bench", unit="layer") as bar:
         for network, layer, count in bar:
             row = row_of(scheme, network, layer, count, bandwidth, peak)

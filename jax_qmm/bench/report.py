@@ -153,15 +153,6 @@ def show(rows: Sequence[Row], failures: Sequence[str], roofline: str, notes: str
     print(*failures, sep="\n", end="\n" if failures else "")
 
 
-def first_line(error: Exception) -> str:
-    """What it says in a line, or what it is.
-
-    >>> first_line(RuntimeError("no memory\\nfor 3 GiB")), first_line(RuntimeError())
-    ('no memory', 'RuntimeError')
-    """
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def roofline_words(bandwidth: float, peak: float) -> str:
     """What the roofline is made of.
 

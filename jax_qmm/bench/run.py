@@ -10,6 +10,7 @@ from tqdm import tqdm
 from jax_qmm import _extension
 from jax_qmm.bench import check, cublaslt, measure, report
 from jax_qmm.bench.shapes import DTYPES
+from jax_qmm.text_table import first_line
 from jax_qmm.tuning import Product
 
 ROUNDS = 9
@@ -58,7 +59,7 @@ def measure_all(
             try:
                 measure.autotune_xla([product for product in products if product.m == m])
             except RuntimeError as error:  # one by one, then
-                failures.append(f"XLA failed on all products of M {m} together: {report.first_line(error)}")
+                failures.append(f"XLA failed on all products of M {m} together: {first_line(error)}")
     with tqdm(products, desc="bench", unit="product") as bar:
         for product in bar:
             where = _extension.describe_scaled_mm(*product)
@@ -77,7 +78,7 @@ def measure_all(
                 try:
                     us = calls[name]()
                 except RuntimeError as error:  # of CUDA, PyTorch or XLA: no memory, a shape not supported
-                    failures.append(f"{label} failed on {product}: {report.first_line(error)}")
+                    failures.append(f"{label} failed on {product}: {first_line(error)}")
                     if name == "ours":
                         break
                     del calls[name]

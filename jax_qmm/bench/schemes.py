@@ -16,6 +16,7 @@ from jax_qmm.bench.report import Row, Shape
 from jax_qmm.dtypes import FLOAT8
 from jax_qmm.qarray import QArray
 from jax_qmm.schemes import W4A8, W4A16, W8A8, W8A16, Scheme
+from jax_qmm.text_table import first_line
 
 SCHEMES = {
     "w4a16": W4A16(),
@@ -120,7 +121,7 @@ def measure_row(
         try:
             us = timed[what]()
         except RuntimeError as error:  # of CUDA or XLA: too little memory, a convolution that it lacks
-            failures.append(f"{label} failed on {where}: {report.first_line(error)}")
+            failures.append(f"{label} failed on {where}: {first_line(error)}")
             continue
         row.times.setdefault(what, []).append(us)
         if what == "ours" and len(row.times[what]) == 1:

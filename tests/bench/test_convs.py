@@ -56,6 +56,16 @@ def test_weights_alone(bench, capsys):
     )
 
 
+def test_xla_may_fail_on_all_layers_together(bench, monkeypatch, capsys):
+    def fail(scheme, layers, images):
+        raise RuntimeError("out of memory\nand much more")
+
+    monkeypatch.setattr(convs, "autotune_xla", fail)
+    assert bench("conv", "--m", "1") == 0
+    out = capsys.readouterr().out
+    assert "XLA failed on all layers of 1 together: out of memory\n" in out and "2.00x of 2" in out
+
+
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_the_contestants_compute_the_same(layer):
     functions = convs.contestants("conv", layer, 2)
