@@ -218,7 +218,7 @@ void bind_block_scaled_mm(nb::module_& m) {
           [](BlockScaledMm const& p, Gpu const& gpu) {
             std::vector<std::pair<std::string, int64_t>> found;
             for (auto const choice : block_scaled_mm_choices(p, gpu)) {
-              found.emplace_back(describe_block_scaled_mm(choice), workspace_of(p, choice));
+              found.emplace_back(describe_block_scaled_mm(choice), workspace_of(p, choice, gpu));
             }
             return found;
           },
@@ -227,7 +227,7 @@ void bind_block_scaled_mm(nb::module_& m) {
           "workspace",
           [](BlockScaledMm const& p, Gpu const& gpu) {
             auto const choice = select_block_scaled_mm(p, gpu);
-            return choice ? workspace_of(p, *choice) : 0;
+            return choice ? workspace_of(p, *choice, gpu) : 0;
           },
           nb::arg("gpu"), "The bytes that this kernel needs beside the result.")
       .def(

@@ -228,10 +228,19 @@ def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str |
     Sums are of exact products, K of them and a float32 error for each, and a few roundings more. A weight less a float
     zero point, and any weight that float32 multiplies, is rounded to x's dtype.
     """
+    kind = kernels, gpu, dtype, bits, zero_dtype, block
+    yield from _check_weights(*kind, WEIGHT_N, "float32", ("",))
+    if dtype == "bfloat16" and zero_dtype != "float32":  # persistent blocks write no others
+        for n in (WEIGHT_N // 8 * 8, 128 * gpu.sm_count + 264):  # each has a part of a tile, or several
+            yield from _check_weights(*kind, n, dtype, ("persistent", "stream-K"))
+
+
+def _check_weights(kernels, gpu, dtype, bits, zero_dtype, block, n, out_dtype, named) -> Iterator[Result]:
+    """By the kernels whose words have one of `named`."""
     rng = np.random.default_rng(block)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
-    groups = (WEIGHT_N, -(-WEIGHT_K // block))
-    q = rng.integers(low, high, (WEIGHT_N, WEIGHT_K), np.int8)
+    groups = (n, -(-WEIGHT_K // block))
+    q = rng.integers(low, high, (n, WEIGHT_K), np.int8)
     scale = rng.uniform(0.5, 2, groups).astype("f")
     zero_point = rng.uniform(low, high, groups).astype(zero_dtype) if zero_dtype else None
     zeros = None if zero_point is None else jnp.asarray(zero_point)
@@ -243,14 +252,17 @@ def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str |
     for m in WEIGHT_ROWS:
         x = rng.standard_normal((m, WEIGHT_K), np.float32).astype(jnp.dtype(dtype))
         want, size = x.astype("d") @ dequantized.T, np.abs(x.astype("d")) @ np.abs(dequantized).T
-        kind = dtype, "float32", bits, block, "int8" if zero_dtype == "int32" else zero_dtype
-        choices = kernels.BlockScaledMmProblem(m, WEIGHT_N, WEIGHT_K, 1, *kind).choices(gpu)
-        run = jax.jit(functools.partial(jax_qmm.block_scaled_mm, out_dtype=jnp.float32))
+        kind = dtype, out_dtype, bits, block, "int8" if zero_dtype == "int32" else zero_dtype
+        choices = kernels.BlockScaledMmProblem(m, n, WEIGHT_K, 1, *kind).choices(gpu)
+        choices = [choice for choice in choices if any(words in choice[0] for words in named)]
+        run = jax.jit(functools.partial(jax_qmm.block_scaled_mm, out_dtype=jnp.dtype(out_dtype)))
         for words, out in _by_each(*_of_weights(kernels, choices), lambda: run(x, w)):
             rounds = zero_dtype == "float32" or dtype == "float32" or "weights scaled" in words
-            tolerance = (1.01 * unit * rounds + (WEIGHT_K + 16) * 2.0**-23) * size + 2.0**-23 * np.abs(want)
-            wrong = int((~(np.abs(out - want) <= tolerance)).sum())
-            shape = f"M {m}, N {WEIGHT_N}, K {WEIGHT_K}, blocks of {block}"
+            tolerance = (1.01 * unit * rounds + (WEIGHT_K + 16) * 2.0**-23) * size
+            of_result = 2.0**-8 if out_dtype == "bfloat16" else 2.0**-23
+            tolerance += of_result * (np.abs(want) + tolerance)
+            wrong = int((~(np.abs(out.astype("d") - want) <= tolerance)).sum())
+            shape = f"M {m}, N {n}, K {WEIGHT_K}, blocks of {block}"
             yield Result(name, _extension.as_compiled(kernels, words, gpu), shape, wrong)
 
 

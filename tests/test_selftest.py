@@ -12,7 +12,7 @@ import jax_qmm
 from jax_qmm import __main__ as command_line, _extension, selftest
 from jax_qmm.selftest import Result
 
-GPU = types.SimpleNamespace(name="NVIDIA H200", arch=90, prepare=lambda: None)
+GPU = types.SimpleNamespace(name="NVIDIA H200", arch=90, sm_count=1, prepare=lambda: None)
 KERNELS = ["generic", "wide", "narrow"]
 
 

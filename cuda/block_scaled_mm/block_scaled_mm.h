@@ -79,7 +79,7 @@ double predict_block_scaled_mm(BlockScaledMm const& problem, Gpu const& gpu);  /
 void restrict_block_scaled_mm(std::string words);
 
 // The bytes of workspace that a choice needs.
-int64_t workspace_of(BlockScaledMm const& problem, BlockScaledMmChoice choice);
+int64_t workspace_of(BlockScaledMm const& problem, BlockScaledMmChoice choice, Gpu const& gpu);
 
 // Whether writing the weights in x's dtype, and XLA's product with these, is predicted to be faster than any kernel.
 bool dequantizes_once(BlockScaledMm const& problem, Gpu const& gpu);

@@ -18,12 +18,44 @@ struct Instance {
   int blocks_per_sm;
   bool wgmma = false;          // of Hopper alone, for rows of x that TMA can load
   bool scale_weights = false;  // and not sums
+  bool persistent = false;     // are its blocks, which share tiles where K is split, for results of 16 bits
   int share = 1;               // blocks of a cluster that load x for each other
   bool windows = false;        // on images are the rows of x
   bool direct = false;         // of direct.cuh, for no more rows of x than its tile has
   cudaError_t (*prepare)(bool& fits) = nullptr;
   cudaError_t (*launch)(BlockScaledMm const&, int split, Submit const&) = nullptr;
 };
+
+// How persistent blocks share the steps of all tiles, one tile's after the other's: as many tiles each, or as many
+// steps. A stream is of `together` clusters that go through as many neighbouring tiles at once, which have the same
+// weights; a tile is that of a cluster.
+struct Streams {
+  int count, together, share;
+  unsigned tiles, steps;  // of a block of each, if there were one stream; of a tile
+  bool share_tiles;
+
+  constexpr unsigned begin(int stream) const {
+    uint64_t const all = share_tiles ? uint64_t(tiles) * steps : tiles;
+    return unsigned(stream * all / count) * (share_tiles ? 1 : steps);
+  }
+  constexpr int blocks() const { return count * together * share; }
+  constexpr int64_t flags() const { return ceil_div(blocks(), 2) * 2; }  // what follows starts at 16 bytes
+};
+
+constexpr int kBand = 8;  // tiles of x that are neighbours, of all weights
+inline int64_t count_tiles(Instance const& i, BlockScaledMm const& p) {
+  return ceil_div(p.m, i.tile_m) * ceil_div(p.n, i.rows * i.share) * p.batch;
+}
+inline Streams streams_of(Instance const& i, BlockScaledMm const& p, int split, Gpu const& gpu) {
+  constexpr int64_t kLeast = 4;  // steps, for which a block is worth its sums' way
+  int64_t const steps = ceil_div(p.k, i.step), tiles_m = ceil_div(p.m, i.tile_m);
+  int const slots = gpu.sms_in_clusters(i.share) / i.share * i.blocks_per_sm;
+  int together = int(std::min<int64_t>(tiles_m, kBand));
+  while (slots % together != 0 || tiles_m % together != 0 || (tiles_m > kBand && kBand % together != 0)) --together;
+  int64_t const tiles = count_tiles(i, p) / together, most = split == 1 ? tiles : ceil_div(tiles * steps, kLeast);
+  return {
+      int(std::min<int64_t>(slots / together, most)), together, i.share, unsigned(tiles), unsigned(steps), split > 1};
+}
 
 // How many blocks share K, none without a step, where it is split over up to `split`.
 inline int count_parts(BlockScaledMm const& p, int step, int split) {

@@ -51,6 +51,10 @@ bool serves(Instance const& i, BlockScaledMm const& p) {
     return false;
   if (i.in != p.in || i.bits != p.bits || (p.block < p.k && p.block % i.unit != 0)) return false;
   if (i.direct && p.m > i.tile_m) return false;
+  if (i.persistent) {
+    bool const has_boxes = p.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;  // of results, for TMA
+    if (bytes_of(p.out_dtype) != 2 || !has_boxes || count_tiles(i, p) * ceil_div(p.k, i.step) > INT32_MAX) return false;
+  }
   return i.in == DType::kF32 ? p.m <= i.tile_m : i.float_zero_points == p.float_zero_points();
 }
 
@@ -61,9 +65,13 @@ struct Costs {
   double l2;                 // bytes that an SM gets of it in a cycle
   double copying;            // of a copy's rate, at which weights come
   double adding = 2.6e-6;    // seconds, of a second kernel for the sums of parts beside reading them
+  // Of persistent blocks, in seconds: from one tile to the next, and to share tiles; and the part by which steps take
+  // longer where blocks are at different columns of x.
+  double next_tile = 0, sharing = 0, apart = 0;
+  double rate = 0.89;  // of the tensor cores' peak
 };
 
-// Fitted to times of kernels on five weights of int4 and int8 in blocks of 128: those of wgmma to 1040 on an H200, of
+// Fitted to times of kernels on seven weights of int4 and int8 in blocks of 128: those of wgmma to 1310 on an H200, of
 // direct kernels to 1580 on an H100 (benchmarks/block_scaled_mm/README.md), the others to an earlier H200 run.
 Costs costs_of(Instance const& i) {
   bool const int4 = i.bits == 4;
@@ -71,7 +79,9 @@ Costs costs_of(Instance const& i) {
   if (i.in == DType::kF32) return {2e-6, 1.9e-6, 0.33, 7.7, 2.6, 18.6, 1};
   // Not measured: by the instructions of the loop, beside those of float16.
   if (i.in == DType::kF8E4M3) return {2.4e-6, 3.0e-6, 0.7, 6.5, 3.25 / unit, 48, 1};
-  if (i.wgmma) return {2.4e-6, 3.0e-6, 0.7, int4 ? 4.4 : 5.95, 3.25 / 128, 48, 1};
+  if (i.persistent && i.scale_weights) return {1.5e-6, 0, 0, int4 ? 4.6 : 7.6, 0.037, 200, 1, 0, 2.3e-6, 4.6e-6, 0.027};
+  if (i.persistent) return {1.5e-6, 2.4e-6, 0, int4 ? 4.4 : 6.0, 0.037, 200, 1, 0, 0.5e-6, 2.6e-6};
+  if (i.wgmma) return {2.9e-6, 3.4e-6, 0.7, int4 ? 4.9 : 6.7, 3.64 / 128, 48, 1, 0, 0, 0, 0, 0.79};
   if (i.direct) return {3.2e-6, 0.5e-6, 0.54, int4 ? 4.1 : 5.8, 22.4 / unit, 21.7, 1, 1.1e-6};
   return {2e-6, 1.9e-6, 0.33, int4 ? 8.4 : i.in == DType::kF16 ? 10.7 : 14.5, 10.2 / unit, 18.6, 1};
 }
@@ -80,10 +90,11 @@ Costs costs_of(Instance const& i) {
 double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu const& gpu) {
   Costs const costs = costs_of(i);
   double const tiles_m = double(ceil_div(p.m, i.tile_m)), tiles_n = double(ceil_div(p.n, i.rows));
-  int const parts = count_parts(p, i.step, split);
-  double const blocks = tiles_m * tiles_n * p.batch * parts;
+  int const parts = i.persistent ? 1 : count_parts(p, i.step, split);
+  Streams const streams = streams_of(i, p, split, gpu);
+  double const blocks = i.persistent ? streams.blocks() : tiles_m * tiles_n * p.batch * parts;
   // Clusters of four find no place on the last SMs of some GPCs.
-  double const slots = gpu.sm_count * i.blocks_per_sm * (i.wgmma && std::max(i.share, parts) >= 4 ? 0.9 : 1.0);
+  double const slots = gpu.sm_count * i.blocks_per_sm * (i.wgmma && parts >= 4 ? 0.9 : 1.0);
   // The blocks of a cluster may all be on one SM while others have none.
   bool const packed = i.wgmma && parts > 1;
   double const resident =
@@ -91,13 +102,22 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   // An SM has 128 lanes. With wgmma the tensor cores' products come beside them.
   double const cycles = costs.dequantizing + costs.row * (i.scale_weights ? 128 : i.tile_m);
   double const issuing = double(i.rows) * i.step * cycles / (128 * gpu.clock) * (1 + costs.neighbour * (resident - 1));
-  double const rate = 0.89 * gpu.peak / bytes_of(i.in) / gpu.sm_count;  // the peak is of 8 bits
+  double const rate = costs.rate * gpu.peak / bytes_of(i.in) / gpu.sm_count;  // the peak is of 8 bits
   double const multiplying = i.wgmma ? 2.0 * i.rows * i.step * i.tile_m * resident / rate : 0;
   auto const cube = [](double seconds) { return seconds * seconds * seconds; };
   double const steps = double(ceil_div(ceil_div(p.k, i.step), parts));
   double const sending = parts > 1 && i.wgmma ? 0.041e-6 * i.tile_m : 0;  // of sums to the blocks that share K
   double const waves = std::ceil(blocks / slots);
-  double const computing = waves * (steps * std::cbrt(cube(issuing) + cube(multiplying)) + costs.block + sending);
+  double const step = std::cbrt(cube(issuing) + cube(multiplying));
+  double computing = waves * (steps * step + costs.block + sending);
+  if (i.persistent) {
+    double const tiles = std::ceil(double(streams.tiles) / streams.count);  // that a block ends, one after the other
+    double const each = split > 1 ? double(streams.tiles) * streams.steps / streams.count : tiles * streams.steps;
+    // Sums go to memory once from each block, and come from those that have the rest of a tile.
+    double const sums = 1.7e-6 * (1 + std::ceil(double(streams.count) / streams.tiles)) * i.tile_m / 256;
+    double const sharing = split > 1 ? costs.sharing + sums + costs.apart * each * step : 0;
+    computing = each * step + costs.block + (tiles - 1) * costs.next_tile + sharing;
+  }
   // Memory has the weights to read once, and L2 what every block reads.
   double const of_l2 = costs.l2 * std::min<double>(gpu.sm_count, blocks) * gpu.clock;
   double const weights = double(p.batch) * p.n * p.row_bytes(), x = double(p.batch) * p.m * p.k * bytes_of(p.in);
@@ -144,8 +164,9 @@ std::vector<BlockScaledMmChoice> block_scaled_mm_choices(BlockScaledMm const& p,
     if (!runs_on(gpu, i) || !serves(instances()[i], p)) continue;
     for (int split : {1, 2, 4, 8}) {
       Instance const& one = instances()[i];
-      int const most = one.in == DType::kF32 || one.share > 1 ? 1 : one.scale_weights ? 2 : 8;  // of those that gain
-      if (split > most || (split > 1 && workspace_of(p, {i, split}) > p.workspace_bytes)) break;
+      // Of those that gain.
+      int const most = one.in == DType::kF32 ? 1 : one.scale_weights || one.persistent ? 2 : 8;
+      if (split > most || (split > 1 && workspace_of(p, {i, split}, gpu) > p.workspace_bytes)) break;
       if (!wanted().empty() && describe_block_scaled_mm({i, split}).find(wanted()) == std::string::npos) continue;
       found.push_back({i, split});
     }
@@ -165,8 +186,13 @@ bool dequantizes_once(BlockScaledMm const& p, Gpu const& gpu) {
 
 void restrict_block_scaled_mm(std::string words) { wanted() = std::move(words); }
 
-int64_t workspace_of(BlockScaledMm const& p, BlockScaledMmChoice choice) {
+int64_t workspace_of(BlockScaledMm const& p, BlockScaledMmChoice choice, Gpu const& gpu) {
   Instance const& i = instances().at(choice.instance);
+  if (i.persistent) {
+    Streams const streams = streams_of(i, p, choice.split, gpu);
+    int64_t const sums = int64_t(streams.blocks()) * i.tile_m * i.rows;
+    return streams.share_tiles ? 8 * streams.flags() + 4 * sums : 0;
+  }
   int const parts = count_parts(p, i.step, choice.split);
   return parts > 1 && !i.wgmma ? parts * sums_of_part(p) * int64_t(sizeof(float)) : 0;
 }
@@ -180,7 +206,10 @@ std::string describe_block_scaled_mm(BlockScaledMmChoice choice) {
                                         : "sm80 ") +
                             text(i.tile_m) + "x" + text(i.rows) + "x" + text(i.step) +
                             (i.share > 1 ? " cluster " + text(i.share) : "") +
-                            (choice.split > 1 ? " split-K " + text(choice.split) : "") + " int" + text(i.bits);
+                            (i.persistent       ? choice.split > 1 ? " stream-K" : " persistent"
+                             : choice.split > 1 ? " split-K " + text(choice.split)
+                                                : "") +
+                            " int" + text(i.bits);
   if (i.in == DType::kF32) return words + " weights by float32";
   if (i.in == DType::kF8E4M3) return words + " weights by float8_e4m3fn, sums scaled each " + text(i.unit);
   return words + (i.scale_weights ? " weights scaled each " : " weights, sums scaled each ") + text(i.unit) +

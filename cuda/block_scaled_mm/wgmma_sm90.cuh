@@ -8,6 +8,7 @@
 //   0 ... kMathWarps-1   warpgroups that dequantize and multiply, each 64 rows of weights; they write the results
 //   kMathWarps           loads x and weights by TMA
 //   kMathWarps + 1 ...   make the terms of scales and zero points, each of some rows
+//   the last one         where blocks share tiles, tells that sums are in memory
 //
 //   mbarrier       arrivals of a phase                       who waits
 //   full[stage]    1 + kTermsWarps, and the bytes of what    math warps
@@ -20,14 +21,20 @@
 //   added          kMathWarps, 1 for the expected bytes,     math warps: all parts of K are there (one phase)
 //                  and the bytes of the parts' sums
 //
-// The blocks of a cluster share x, of which each loads some rows for all of them, or they share K: then each adds up
-// some rows of x from all parts, in their order. Stages of the last turn are not released, as blocks that are done may
-// have exited.
+// The blocks of a cluster share K: each adds up some rows of x from all parts, in their order. Stages of the last turn
+// are not released, as blocks that are done may have exited.
+//
+// Persistent blocks, one on each SM, take one tile after the other, and load for the next one while they write results,
+// from registers to shared memory of their own and from there by TMA. They have as many tiles each, or as many steps
+// (stream-K): then a tile may begin in one block and end in others, which leave their sums in memory for the first.
+// With large tiles two are a cluster, which has neighbouring weights and shares x, of which each loads half for both.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <algorithm>
 #include <array>
+#include <cuda/atomic>
+#include <random>
 
 #include "block_scaled_mm/dequantize_fp8.cuh"
 #include "block_scaled_mm/kernel.cuh"
@@ -62,9 +69,11 @@ struct ElementOf<Fp8> {
 };
 
 // `ScaleWeights`: else the sums of each `Unit` columns are scaled.
-template <class T, int Bits, int TileM, bool ScaleWeights, int Rows = 128, int Unit = ScaleWeights ? 64 : kStep>
+template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeights ? 64 : kStep,
+          bool Persistent = false>
 struct ConfigSm90 {
   using Element = typename ElementOf<T>::Type;
+  static constexpr int kTileM = TileM, kRows = 128;  // of x, of weights
   using Weights = std::conditional_t<ScaleWeights, ScalingDequantizer<Bits>, Dequantizer<T, Bits, false>>;
   using Term = typename Weights::Term;
   static constexpr bool kFp8 = std::is_same_v<T, Fp8>;
@@ -75,100 +84,255 @@ struct ConfigSm90 {
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float,
                                  cute::Shape<cute::_64, cute::Int<TileM>, cute::Int<kFragmentK>>>(),
-      cute::Layout<cute::Shape<cute::Int<Rows / 64>, cute::_1, cute::_1>>{}));
-  static constexpr int kBits = Bits, kTileM = TileM, kRows = Rows;
-  static constexpr int kPitch = Rows + 4;  // of sums: the stores of fragments hit distinct banks
-  static constexpr int kMathWarps = Rows / 16, kMathThreads = 32 * kMathWarps;
-  static constexpr bool kScaleWeights = ScaleWeights;
-  static constexpr int kUnit = Unit;  // columns that have a term
-  static constexpr int kBlocksPerSm = TileM <= 16 ? 2 : 1;
+      cute::Layout<cute::Shape<cute::Int<kRows / 64>, cute::_1, cute::_1>>{}));
+  static constexpr int kBits = Bits;
+  static constexpr int kPitch = kRows + 4;  // of sums: the stores of fragments hit distinct banks
+  static constexpr int kMathWarps = kRows / 16, kMathThreads = 32 * kMathWarps;
+  static constexpr bool kScaleWeights = ScaleWeights, kPersistent = Persistent;
+  static constexpr int kUnit = Unit;                                 // columns that have a term
+  static constexpr int kShare = Persistent && TileM >= 256 ? 2 : 1;  // blocks of a cluster that share x
+  static constexpr int kBlocksPerSm = TileM <= 16 && !Persistent ? 2 : 1;
   // Where math warps need more registers than there are for each, the others make a warpgroup, which leaves them some.
-  static constexpr bool kMovesRegisters = TileM >= 64;
+  static constexpr bool kMovesRegisters = TileM >= 64 || Persistent;
   static constexpr int kThreads = kMathThreads + (kMovesRegisters ? 128 : 64);
-  static constexpr int kTermsWarps = kMovesRegisters ? Rows / 64 : 1;
+  static constexpr int kTermsWarps = kMovesRegisters ? kRows / 64 : 1;
   static constexpr int kBytesX = kRowBytes * TileM, kBoxesW = Bits / 4, kTerms = kStep / kUnit;  // of a stage
   static constexpr int kWords = (kFp8 ? 8 : 4) * kBoxesW;  // that a lane takes of a row of a stage
-  static constexpr int kStageBytes = kBoxesX * kBytesX + kBoxesW * Rows * kBoxBytes + kTerms * Rows * int(sizeof(Term));
-  static constexpr int kStages = std::min(8, (227 * 1024 / kBlocksPerSm - 2048) / kStageBytes);
+  static constexpr int kStageBytes =
+      kBoxesX * kBytesX + kBoxesW * kRows * kBoxBytes + kTerms * kRows * int(sizeof(Term));
+  // What persistent blocks have of results in shared memory: slots, each of so many rows of x.
+  static constexpr int kSlotRows = std::min(TileM, 64), kSlotBytes = Persistent ? 2 * kRows * kSlotRows : 0;
+  static constexpr int kBytes = 227 * 1024 / kBlocksPerSm - 2048;
+  static constexpr int kStages = std::min(8, (kBytes - kSlotBytes) / kStageBytes);
+  static constexpr int kSlots =
+      Persistent ? std::min(TileM / kSlotRows, (kBytes - kStages * kStageBytes) / kSlotBytes) : 0;
   // Where there are few stages, the halves of a stage's x come and go by themselves.
   static constexpr bool kHalves = TileM >= 128 && kBoxesX == 2;
-  struct Shared {
+  struct Stages {
     alignas(1024) uint8_t x[kStages][kBoxesX][kBytesX];
-    alignas(128) uint8_t w[kStages][kBoxesW][Rows][kBoxBytes];
-    alignas(16) Term terms[kStages][kTerms][Rows];
+    alignas(128) uint8_t w[kStages][kBoxesW][kRows][kBoxBytes];
+    alignas(16) Term terms[kStages][kTerms][kRows];
     uint64_t full[kStages], empty[kStages], second_full[kStages], second_empty[kStages], met, added;
   };
+  struct StagesAndSlots : Stages {
+    alignas(1024) uint8_t slots[std::max(kSlots, 1)][kRows / 64][kSlotRows][kRowBytes];
+  };
+  using Shared = std::conditional_t<Persistent, StagesAndSlots, Stages>;
   static_assert(kStages >= 2, "a stage is free again when the next one's products are under way");
-  static_assert((TileM + 7) * kPitch * 4 <= kStageBytes * kStages, "sums take the place of the stages");
+  static_assert(Persistent || (TileM + 7) * kPitch * 4 <= kStageBytes * kStages, "sums take the place of the stages");
 };
+
+template <class T, int Bits, int TileM, bool ScaleWeights>
+using PersistentSm90 = ConfigSm90<T, Bits, TileM, ScaleWeights, ScaleWeights ? 64 : kStep, true>;
 
 template <int kThreads>
 __device__ void sync_math() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
+// Nobody clears flags beforehand, which would be a kernel more: workspace has any values but this one, which is drawn
+// for each process, and who has seen it in a flag takes it away.
+using Flag = unsigned long long;
+inline Flag is_left() {
+  static Flag const drawn = [] {
+    std::random_device draw;
+    return Flag(draw()) << 32 | draw();
+  }();
+  return drawn;
+}
+
 // What is particular to these kernels.
 struct ParamsSm90 {
-  int share;     // blocks of a cluster that share x
-  int box_rows;  // of x, that each of them loads
+  int box_rows;  // of x
   bool x_batched, w_batched;
+  Streams streams;  // of persistent blocks
+  Flag* left;       // of each of them: `is_left` when its sums are in memory
+  Flag is_left;
+  float4* sums;  // [block][values of a thread / 4][thread]
 };
+
+// Steps of a tile that a block multiplies at once.
+struct Piece {
+  int l, first_m, first_n, first_step, steps;
+};
+
+// Leaves a piece's sums for the block in which the tile begins: each math thread its own, while the warp that comes to
+// the same barrier makes them known, so that no other waits for stores.
+template <int kThreads>
+__device__ void sync_left() {
+  asm volatile("bar.sync 4, %0;" ::"n"(kThreads + 32) : "memory");
+}
+template <int kThreads, int kCount>
+__device__ void leave_sums(float const (&acc)[kCount], float4* to) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    __stcg(to + i / 4 * kThreads + threadIdx.x, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
+  }
+  asm volatile("bar.arrive 4, %0;" ::"n"(kThreads + 32) : "memory");
+}
+
+// Adds what `count` blocks have left, in their order, once it is there.
+template <int kThreads, int kCount>
+__device__ void add_sums(float (&acc)[kCount], float4 const* from, Flag* left, Flag is_left, int count) {
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    cuda::atomic_ref<Flag, cuda::thread_scope_device> const flag(left[i]);
+    while (flag.load(cuda::memory_order_acquire) != is_left) {
+    }
+    flag.store(0, cuda::memory_order_relaxed);
+  }
+  sync_math<kThreads>();
+#pragma unroll 1
+  for (int other = 0; other < count; ++other) {
+    constexpr int kAtOnce = std::min(kCount, 64);  // or all would be loaded first, for which there are no registers
+#pragma unroll
+    for (int first = 0; first < kCount; first += kAtOnce) {
+#pragma unroll
+      for (int i = first; i < first + kAtOnce; i += 4) {
+        float4 const more = __ldcg(from + (other * kCount + i) / 4 * kThreads + threadIdx.x);
+        acc[i] += more.x, acc[i + 1] += more.y, acc[i + 2] += more.z, acc[i + 3] += more.w;
+      }
+#pragma unroll
+      for (int i = first; i < first + kAtOnce; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+    }
+  }
+}
+
+// Writes the results of a tile, of 16 bits. A warpgroup has 64 columns, the span of TMA's swizzle, of some rows in a
+// slot after the other; `slot` is the next one.
+template <class C, int kCount>
+__device__ void write_sums(Params const& p, CUtensorMap const& boxes_out, typename C::Shared& shared,
+                           float const (&acc)[kCount], Piece const& piece, int& slot) {
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / 4, first_n = piece.first_n + 16 * warp;
+  bool const leads = threadIdx.x % 128 == 0;
+  auto const sync_group = [&] { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); };
+  float bias[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int const n = first_n + lane / 4 + 8 * h;
+    bias[h] = n < p.n ? p.bias.load(piece.l, n) : 0;
+  }
+  // Lane 8i + r has the place of row r of matrix i, of four: columns 0 and 8 of rows 0, then of rows 8.
+  int const row = lane / 16 * 8 + lane % 8, columns = 2 * (warp % 4) + lane / 8 % 2;
+  int const at = row * kRowBytes + (columns ^ row % 8) * 16;
+  auto const write = [&](auto const& output) {
+#pragma unroll
+    for (int first = 0; first < C::kTileM; first += C::kSlotRows) {
+      if (leads) cute::tma_store_wait<C::kSlots - 1>();
+      sync_group();
+      uint8_t* const to = shared.slots[slot][group][0] + at;
+#pragma unroll
+      for (int m = 0; m < C::kSlotRows; m += 16) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float const* const two = &acc[(first + m) / 2 + 2 * i];
+          float const y[2] = {two[0] + bias[i % 2], two[1] + bias[i % 2]};
+          int const integers[2] = {};
+          pairs[i] = output.template round<uint32_t, 2>(y, integers);
+        }
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         cute::cast_smem_ptr_to_uint(to + m * kRowBytes)),
+                     "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                     : "memory");
+      }
+      cutlass::arch::fence_view_async_shared();
+      sync_group();
+      if (leads) {
+        cute::SM90_TMA_STORE_3D::copy(&boxes_out, shared.slots[slot][group], piece.first_n + 64 * group,
+                                      piece.first_m + first, piece.l);
+        cute::tma_store_arrive();
+      }
+      slot = slot + 1 == C::kSlots ? 0 : slot + 1;
+    }
+  };
+  p.activation == Activation::kNone ? write(PlainOutput{p.out_dtype}) : write(p.output());
+}
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     wgmma_kernel(Params const p, ParamsSm90 const own, CUTE_GRID_CONSTANT CUtensorMap const boxes_x,
-                 CUTE_GRID_CONSTANT CUtensorMap const boxes_w) {
+                 CUTE_GRID_CONSTANT CUtensorMap const boxes_w, CUTE_GRID_CONSTANT CUtensorMap const boxes_out) {
   using namespace cute;
   using Element = typename C::Element;
   using Term = typename C::Term;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
   constexpr int kStages = C::kStages, kTileM = C::kTileM, kRows = C::kRows, kPitch = C::kPitch;
-  constexpr int kMathWarps = C::kMathWarps;
+  constexpr int kMathWarps = C::kMathWarps, kShare = C::kShare;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
   auto* const partial = reinterpret_cast<float*>(memory);  // [parts][rows of x][kPitch], when all is multiplied
 
-  // Clusters that have the same weights are neighbours, as long as what blocks at work have of x fits in L2: up to
+  int const parts = C::kPersistent ? 1 : gridDim.y, part = C::kPersistent ? 0 : blockIdx.y;
+  int const rank = blockIdx.x % kShare;
+  unsigned const all_steps = (p.k + kStep - 1) / kStep;
+  // Tiles that have the same weights are neighbours, as long as what blocks at work have of x fits in L2: up to
   // kBand tiles of x are passed by all weights before the next ones.
-  constexpr int kBand = 8;
-  int const share = own.share, rank = blockIdx.x % share, cluster = blockIdx.x / share;
-  int const clusters_n = (p.tiles_n - 1) / share + 1, of_entry = p.tiles_m * clusters_n, l = cluster / of_entry;
-  int const band = cluster % of_entry / (kBand * clusters_n) * kBand, band_m = min(kBand, int(p.tiles_m) - band);
-  int const of_band = cluster % of_entry - band * clusters_n;
-  int const first_m = (band + of_band % band_m) * kTileM, first_n = (of_band / band_m * share + rank) * kRows;
-  int const parts = gridDim.y, part = blockIdx.y;
-  int const k_begin = part * p.k_of_part, k_end = min(p.k, k_begin + p.k_of_part);
-  int const steps = (k_end - k_begin + kStep - 1) / kStep;
+  auto const piece_of = [&](unsigned tile, int first_step, int steps) -> Piece {
+    int const across = (p.tiles_n - 1) / kShare + 1, of_entry = p.tiles_m * across, l = tile / of_entry;
+    int const band = tile % of_entry / (kBand * across) * kBand, band_m = min(kBand, int(p.tiles_m) - band);
+    int const of_band = tile % of_entry - band * across;
+    return {l, (band + of_band % band_m) * kTileM, (of_band / band_m * kShare + rank) * kRows, first_step, steps};
+  };
+  // Blocks start in the order of their numbers, and wait for none that starts after them: the last ones have the first
+  // steps.
+  int const together = C::kPersistent ? own.streams.together : 1, first = blockIdx.x / kShare;
+  int const stream = (gridDim.x / kShare - 1 - first) / together, member = first % together * kShare + rank;
+  int const block = member * own.streams.count + stream;
+  unsigned const begin = C::kPersistent ? own.streams.begin(stream) : 0;
+  unsigned const end = C::kPersistent ? own.streams.begin(stream + 1) : 0;
+  auto const piece_at = [&](unsigned at) -> Piece {
+    if constexpr (C::kPersistent) {
+      unsigned const tile = at / all_steps, first_step = at - tile * all_steps;
+      return piece_of(tile * together + first % together, first_step, min(all_steps - first_step, end - at));
+    } else {
+      int const first_step = part * (p.k_of_part / kStep), steps = all_steps - first_step;
+      return piece_of(blockIdx.x, first_step, min(steps, p.k_of_part / kStep));
+    }
+  };
+  auto const each_piece = [&](auto use) {
+    if constexpr (C::kPersistent) {
+#pragma unroll 1
+      for (unsigned at = begin; at < end;) {
+        Piece const piece = piece_at(at);
+        use(piece);
+        at += piece.steps;
+      }
+    } else {
+      use(piece_at(0));
+    }
+  };
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  auto const load_w = [&](int i, auto load) {  // what is stored of kStep columns
+  auto const load_w = [&](Piece const& piece, int i, auto load) {  // what is stored of kStep columns
 #pragma unroll
     for (int box = 0; box < C::kBits / 4; ++box) {
-      load((k_begin + i * kStep) / 8 * C::kBits + box * kBoxBytes, box);
+      load((piece.first_step + i) * (kStep / 8 * C::kBits) + box * kBoxBytes, box);
     }
   };
   if (warp == kMathWarps && elect_one_sync()) {
     prefetch_tma_descriptor(&boxes_x);
     prefetch_tma_descriptor(&boxes_w);
     // To L2, by the time the kernel before this one is done.
-    for (int i = 0; i < min(steps, 2); ++i) {
-      load_w(i,
-             [&](int byte, int) { SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_w, byte, first_n, own.w_batched ? l : 0); });
+    Piece const piece = piece_at(begin);
+    for (int i = 0; i < min(piece.steps, 2); ++i) {
+      load_w(piece, i, [&](int byte, int) {
+        SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_w, byte, piece.first_n, own.w_batched ? piece.l : 0);
+      });
     }
     for (int s = 0; s < kStages; ++s) {
       Full::init(&shared.full[s], 1 + C::kTermsWarps);
-      Empty::init(&shared.empty[s], share * kMathWarps);
+      Empty::init(&shared.empty[s], kShare * kMathWarps);
       if constexpr (C::kHalves) {
         Full::init(&shared.second_full[s], 1);
-        Empty::init(&shared.second_empty[s], share * kMathWarps);
+        Empty::init(&shared.second_empty[s], kShare * kMathWarps);
       }
     }
     Full::init(&shared.met, C::kThreads / 32);
     Full::init(&shared.added, kMathWarps + 1);
     cutlass::arch::fence_barrier_init();
   }
-  if (share > 1) {
+  if constexpr (kShare > 1) {
     sync_cluster();
   } else {
     __syncthreads();
@@ -177,55 +341,70 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 
   // What the stages had is not needed any more, and no more data arrive there. Other blocks write there if they add up
   // parts of K, so that the whole cluster must be done.
-  int const rows_of_part = (kTileM + parts - 1) / parts, tile_m = min(kTileM, p.m - first_m);
-  int const rows = min(rows_of_part, tile_m - part * rows_of_part);
-  auto const finish_stages = [&] {
+  int const rows_of_part = (kTileM + parts - 1) / parts;
+  auto const rows_of = [&](Piece const& piece) {
+    return min(rows_of_part, min(kTileM, p.m - piece.first_m) - part * rows_of_part);
+  };
+  // Neither block may exit while the other one has data or arrivals for it.
+  auto const finish_cluster = [&] {
+    __syncwarp();
+    sync_cluster();
+  };
+  auto const finish_stages = [&](Piece const& piece) {
     // The roles come here from places of their own, which barriers of a block are not for.
     __syncwarp();
     if (elect_one_sync()) Full::arrive(&shared.met);
     Full::wait(&shared.met, 0);
     asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
     if (parts > 1) {
-      if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows, 0) * kRows * 4);
+      if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * max(rows_of(piece), 0) * kRows * 4);
       __syncwarp();  // of lanes that the wait or the branch may have parted: sync_cluster is for whole warps
       sync_cluster();
     }
   };
   if (warp >= kMathWarps) {
-    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<kRows == 128 ? 72 : 56>();
+    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<72>();
     if (warp == kMathWarps && elect_one_sync()) {
       cudaGridDependencySynchronize();
-      int const first_row = rank * own.box_rows;
-      for (int i = 0, stage = 0, turn = 0; i < steps; ++i) {
-        uint64_t* full = &shared.full[stage];
-        int const bytes_x = share * own.box_rows * kRowBytes;  // of a box
-        if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
-        Full::arrive_and_expect_tx(full, sizeof(shared.w[stage]) + (C::kHalves ? 1 : C::kBoxesX) * bytes_x);
-        load_w(i, [&](int byte, int box) {
-          SM90_TMA_LOAD_3D::copy(&boxes_w, full, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
-                                 shared.w[stage][box], byte, first_n, own.w_batched ? l : 0);
-        });
+      int stage = 0, turn = 0;
+      each_piece([&](Piece const& piece) {
+        for (int i = 0; i < piece.steps; ++i) {
+          uint64_t* full = &shared.full[stage];
+          int const bytes_x = kShare * own.box_rows * kRowBytes;  // of a box
+          if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
+          Full::arrive_and_expect_tx(full, sizeof(shared.w[stage]) + (C::kHalves ? 1 : C::kBoxesX) * bytes_x);
+          load_w(piece, i, [&](int byte, int box) {
+            SM90_TMA_LOAD_3D::copy(&boxes_w, full, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+                                   shared.w[stage][box], byte, piece.first_n, own.w_batched ? piece.l : 0);
+          });
 #pragma unroll
-        for (int b = 0; b < C::kBoxesX; ++b) {
-          if (C::kHalves && b == 1) {
-            full = &shared.second_full[stage];
-            if (turn > 0) Empty::wait(&shared.second_empty[stage], (turn - 1) & 1);
-            Full::arrive_and_expect_tx(full, bytes_x);
+          for (int b = 0; b < C::kBoxesX; ++b) {
+            if (C::kHalves && b == 1) {
+              full = &shared.second_full[stage];
+              if (turn > 0) Empty::wait(&shared.second_empty[stage], (turn - 1) & 1);
+              Full::arrive_and_expect_tx(full, bytes_x);
+            }
+            int const column = (piece.first_step + i) * kStep + b * C::kColumnsX, entry = own.x_batched ? piece.l : 0;
+            uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
+            int const row = rank * own.box_rows, m = piece.first_m + row;
+            uint8_t* const box = shared.x[stage][b] + row * kRowBytes;
+            if constexpr (kShare > 1) {
+              SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_x, full, uint16_t((1 << kShare) - 1), hint, box, column, m,
+                                               entry);
+            } else {
+              SM90_TMA_LOAD_3D::copy(&boxes_x, full, hint, box, column, m, entry);
+            }
           }
-          auto* const box = shared.x[stage][b] + first_row * kRowBytes;
-          int const column = k_begin + i * kStep + b * C::kColumnsX, entry = own.x_batched ? l : 0;
-          uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
-          if (share > 1) {
-            SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_x, full, uint16_t((1 << share) - 1), hint, box, column,
-                                             first_m + first_row, entry);
-          } else {
-            SM90_TMA_LOAD_3D::copy(&boxes_x, full, hint, box, column, first_m + first_row, entry);
-          }
+          if (++stage == kStages) stage = 0, ++turn;
         }
-        if (++stage == kStages) stage = 0, ++turn;
-      }
+      });
     }
     __syncwarp();
+    if (C::kPersistent && warp == C::kThreads / 32 - 1 && begin % all_steps != 0) {
+      sync_left<C::kMathThreads>();
+      __threadfence();
+      if (elect_one_sync()) atomicExch(&own.left[block], own.is_left);
+    }
     int const terms_warp = warp - kMathWarps - 1;
     if (terms_warp >= 0 && terms_warp < C::kTermsWarps) {
       cudaGridDependencySynchronize();
@@ -236,43 +415,46 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         struct Bits {
           uint32_t scales[kTerms][kRowsOfLane], zeros[kTerms][kRowsOfLane];
         } held[kAhead] = {};
-        auto const* const scales = static_cast<decltype(scale_type) const*>(p.scale.data) + l * p.scale.batch_stride;
-        auto const* const zeros = static_cast<uint8_t const*>(p.zero_point.data) + l * p.zero_point.batch_stride;
-        auto const load = [&](int i, Bits& to) {
-#pragma unroll
-          for (int u = 0; u < kTerms; ++u) {
-            unsigned const unit = (k_begin + i * kStep) / C::kUnit + u;
-            unsigned const group = min(__umulhi(2 * unit, p.block_inverse), p.groups - 1);  // a unit may be beyond K
-#pragma unroll
-            for (int j = 0; j < kRowsOfLane; ++j) {
-              int64_t const at = int64_t(min(first_n + first_row + 32 * j, p.n - 1)) * p.groups + group;
-              to.scales[u][j] = scales[at];
-              if constexpr (has_zeros) to.zeros[u][j] = zeros[at];
-            }
-          }
-        };
-        unroll<kAhead>([&](auto i) { load(min(int(i), steps - 1), held[i]); });
         int stage = 0, turn = 0;
-        for (int begin = 0; begin < steps; begin += kAhead) {
-          unroll<kAhead>([&](auto ahead) {
-            int const i = begin + ahead;
-            if (i >= steps) return;
-            if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
-            Bits& bits = held[ahead];
+        each_piece([&](Piece const& piece) {
+          int const l = piece.l, steps = piece.steps;
+          auto const* const scales = static_cast<decltype(scale_type) const*>(p.scale.data) + l * p.scale.batch_stride;
+          auto const* const zeros = static_cast<uint8_t const*>(p.zero_point.data) + l * p.zero_point.batch_stride;
+          auto const load = [&](int i, Bits& to) {
 #pragma unroll
             for (int u = 0; u < kTerms; ++u) {
+              unsigned const unit = (piece.first_step + i) * kTerms + u;
+              unsigned const group = min(__umulhi(2 * unit, p.block_inverse), p.groups - 1);  // a unit may be beyond K
 #pragma unroll
               for (int j = 0; j < kRowsOfLane; ++j) {
-                float const scale = to_float(bits.scales[u][j], p.scale.dtype);
-                shared.terms[stage][u][first_row + 32 * j] = C::Weights::term(scale, bits.zeros[u][j], DType::kS8);
+                int64_t const at = int64_t(min(piece.first_n + first_row + 32 * j, p.n - 1)) * p.groups + group;
+                to.scales[u][j] = scales[at];
+                if constexpr (has_zeros) to.zeros[u][j] = zeros[at];
               }
             }
-            __syncwarp();
-            if (elect_one_sync()) Full::arrive(&shared.full[stage]);
-            if (++stage == kStages) stage = 0, ++turn;
-            load(min(i + kAhead, steps - 1), bits);
-          });
-        }
+          };
+          unroll<kAhead>([&](auto i) { load(min(int(i), steps - 1), held[i]); });
+          for (int begin = 0; begin < steps; begin += kAhead) {
+            unroll<kAhead>([&](auto ahead) {
+              int const i = begin + ahead;
+              if (i >= steps) return;
+              if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
+              Bits& bits = held[ahead];
+#pragma unroll
+              for (int u = 0; u < kTerms; ++u) {
+#pragma unroll
+                for (int j = 0; j < kRowsOfLane; ++j) {
+                  float const scale = to_float(bits.scales[u][j], p.scale.dtype);
+                  shared.terms[stage][u][first_row + 32 * j] = C::Weights::term(scale, bits.zeros[u][j], DType::kS8);
+                }
+              }
+              __syncwarp();
+              if (elect_one_sync()) Full::arrive(&shared.full[stage]);
+              if (++stage == kStages) stage = 0, ++turn;
+              load(min(i + kAhead, steps - 1), bits);
+            });
+          }
+        });
       };
       auto const with_zeros = [&](auto scale_type) {
         if (p.zero_point.data != nullptr) {
@@ -287,17 +469,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         with_zeros(uint32_t());
       }
     }
-    finish_stages();
+    if constexpr (!C::kPersistent) finish_stages(piece_at(begin));
+    if constexpr (kShare > 1) finish_cluster();
     return;
   }
 
   // With the others' 504 registers for three warpgroups, 512 for four.
-  if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<kRows == 128 ? 216 : 152>();
+  if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<216>();
   typename C::Mma mma;
   auto thread = mma.get_slice(threadIdx.x);
   Tensor sums = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTileM>>{});
   constexpr int kCount = decltype(size(sums))::value;
-  float acc[kCount] = {};
   Tensor boxes_of_x = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(shared.x)),
                                   tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                                 Shape<Int<kTileM>, Int<C::kColumnsX>, Int<C::kBoxesX * kStages>>{}));
@@ -307,143 +489,165 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   Term terms[2][C::kTerms];
   int const row = 16 * warp + lane / 4;
   int stage = 0, phase = 0, before = -1;
+  [[maybe_unused]] int slot = 0;
 
-  // What step i has in a stage is free, if it is loaded again.
-  auto const release = [&](uint64_t* empty, int i) {
-    if (i >= 0 && i + kStages < steps && lane < share) {
-      Empty::arrive(empty, share > 1 ? lane : part, true);  // by their rank in the cluster
-    }
-  };
-  auto const load = [&] {
-    Full::wait(&shared.full[stage], phase);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int i = 0; i < C::kWords; i += 4) {
-        int const box = C::kFp8 ? 0 : i / 4, part = C::kFp8 ? lane % 2 * 2 + i / 4 : lane % 4;
-        uint4 const four = *reinterpret_cast<uint4 const*>(&shared.w[stage][box][row + 8 * h][16 * part]);
-        words[h][i] = four.x, words[h][i + 1] = four.y, words[h][i + 2] = four.z, words[h][i + 3] = four.w;
+  each_piece([&](Piece const& piece) {
+    int const steps = piece.steps;
+    [[maybe_unused]] float scaled_sums[kCount] = {};
+    // In place, as there are no registers for copies.
+    float (&acc)[kCount] = C::kScaleWeights ? reinterpret_cast<float (&)[kCount]>(*sums.data()) : scaled_sums;
+    // What step i has in a stage is free, if it is loaded again.
+    auto const release = [&](uint64_t* empty, int i) {
+      if (i >= 0 && (C::kPersistent || i + kStages < steps) && lane < kShare) {
+        Empty::arrive(empty, kShare > 1 ? lane : part, true);  // by their rank in the cluster
       }
+    };
+    auto const load = [&] {
+      Full::wait(&shared.full[stage], phase);
 #pragma unroll
-      for (int u = 0; u < C::kTerms; ++u) terms[h][u] = shared.terms[stage][u][row + 8 * h];
-    }
-  };
-  auto const dequantize = [&](auto chunk) {
-    auto& to = fragments[chunk % 2];
+      for (int h = 0; h < 2; ++h) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      Term const& term = terms[h][chunk * C::kChunk / C::kUnit];
-      if constexpr (C::kFp8) {
-#pragma unroll
-        for (int f = 0; f < C::kFragments; ++f) {
-          int const word = chunk * C::kFragments + f;
-          C::Weights::fours(words[h][word], words[h][4 + word], lane, term, to[f][h], to[f][2 + h]);
+        for (int i = 0; i < C::kWords; i += 4) {
+          int const box = C::kFp8 ? 0 : i / 4, part = C::kFp8 ? lane % 2 * 2 + i / 4 : lane % 4;
+          uint4 const four = *reinterpret_cast<uint4 const*>(&shared.w[stage][box][row + 8 * h][16 * part]);
+          words[h][i] = four.x, words[h][i + 1] = four.y, words[h][i + 2] = four.z, words[h][i + 3] = four.w;
         }
-      } else {
-        constexpr int kPairs = 16 / C::kBits, kWords = C::kWords / C::kChunks;  // of a word, of a chunk
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          uint32_t pairs[kPairs];
-          C::Weights::pairs(words[h][chunk * kWords + w], term, term, pairs);
+        for (int u = 0; u < C::kTerms; ++u) terms[h][u] = shared.terms[stage][u][row + 8 * h];
+      }
+    };
+    auto const dequantize = [&](auto chunk) {
+      auto& to = fragments[chunk % 2];
 #pragma unroll
-          for (int j = 0; j < kPairs; ++j) {
-            int const at = w * kPairs + j;
-            to[at / 2][at % 2 * 2 + h] = pairs[j];
+      for (int h = 0; h < 2; ++h) {
+        Term const& term = terms[h][chunk * C::kChunk / C::kUnit];
+        if constexpr (C::kFp8) {
+#pragma unroll
+          for (int f = 0; f < C::kFragments; ++f) {
+            int const word = chunk * C::kFragments + f;
+            C::Weights::fours(words[h][word], words[h][4 + word], lane, term, to[f][h], to[f][2 + h]);
+          }
+        } else {
+          constexpr int kPairs = 16 / C::kBits, kWords = C::kWords / C::kChunks;  // of a word, of a chunk
+#pragma unroll
+          for (int w = 0; w < kWords; ++w) {
+            uint32_t pairs[kPairs];
+            C::Weights::pairs(words[h][chunk * kWords + w], term, term, pairs);
+#pragma unroll
+            for (int j = 0; j < kPairs; ++j) {
+              int const at = w * kPairs + j;
+              to[at / 2][at % 2 * 2 + h] = pairs[j];
+            }
           }
         }
       }
-    }
-  };
-  auto const multiply = [&](auto chunk) {
-    auto& from = fragments[chunk % 2];
+    };
+    auto const multiply = [&](auto chunk) {
+      auto& from = fragments[chunk % 2];
 #pragma unroll
-    for (int j = 0; j < C::kFragments; ++j) {
+      for (int j = 0; j < C::kFragments; ++j) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) warpgroup_fence_operand(from[j][c]);
-    }
-    warpgroup_fence_operand(sums);
-    warpgroup_arrive();
-    constexpr int kChunksOfBox = C::kChunks / C::kBoxesX;
+        for (int c = 0; c < 4; ++c) warpgroup_fence_operand(from[j][c]);
+      }
+      warpgroup_fence_operand(sums);
+      warpgroup_arrive();
+      constexpr int kChunksOfBox = C::kChunks / C::kBoxesX;
 #pragma unroll
-    for (int j = 0; j < C::kFragments; ++j) {
-      Tensor fragment = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(from[j])),
-                                    Layout<Shape<Int<16 / sizeof(Element)>, _1>>{});
-      if (chunk * C::kChunk % C::kUnit == 0 && j == 0 && !C::kScaleWeights) mma.accumulate_ = GMMA::ScaleOut::Zero;
-      int const of_box = chunk % kChunksOfBox * C::kFragments + j, box = C::kBoxesX * stage + chunk / kChunksOfBox;
-      gemm(mma, fragment, fragments_x(_, _, of_box, box), sums);
-      mma.accumulate_ = GMMA::ScaleOut::One;
-    }
-    warpgroup_commit_batch();
-    warpgroup_wait<1>();
-  };
-  constexpr std::integral_constant<int, 0> kFirst;
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
-  load();
-  dequantize(kFirst);
+      for (int j = 0; j < C::kFragments; ++j) {
+        Tensor fragment = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(from[j])),
+                                      Layout<Shape<Int<16 / sizeof(Element)>, _1>>{});
+        if (chunk * C::kChunk % C::kUnit == 0 && j == 0 && !C::kScaleWeights) mma.accumulate_ = GMMA::ScaleOut::Zero;
+        int const of_box = chunk % kChunksOfBox * C::kFragments + j, box = C::kBoxesX * stage + chunk / kChunksOfBox;
+        gemm(mma, fragment, fragments_x(_, _, of_box, box), sums);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      warpgroup_wait<1>();
+    };
+    constexpr std::integral_constant<int, 0> kFirst;
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    load();
+    dequantize(kFirst);
 #pragma unroll 1
-  for (int i = 0; i < steps; ++i) {
-    unroll<C::kChunks>([&](auto chunk) {
-      constexpr int kAt = chunk, kNext = kAt + 1, kUnitAt = kAt * C::kChunk / C::kUnit;
-      if constexpr (C::kHalves && kAt == 1) Full::wait(&shared.second_full[stage], phase);
-      multiply(chunk);
-      if constexpr (kAt == 0) release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], i - 1);
-      if constexpr (C::kHalves && kAt == 1) release(&shared.empty[stage], i);
-      [[maybe_unused]] Term const of_rows[] = {terms[0][kUnitAt], terms[1][kUnitAt]};
-      if constexpr (kNext < C::kChunks) {
-        dequantize(std::integral_constant<int, kNext>());
-      } else {
-        before = stage;
-        if (++stage == kStages) stage = 0, phase ^= 1;
-        if (i + 1 < steps) {
-          load();
-          dequantize(kFirst);
+    for (int i = 0; i < steps; ++i) {
+      unroll<C::kChunks>([&](auto chunk) {
+        constexpr int kAt = chunk, kNext = kAt + 1, kUnitAt = kAt * C::kChunk / C::kUnit;
+        if constexpr (C::kHalves && kAt == 1) Full::wait(&shared.second_full[stage], phase);
+        multiply(chunk);
+        if constexpr (kAt == 0) release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], i - 1);
+        if constexpr (C::kHalves && kAt == 1) release(&shared.empty[stage], i);
+        [[maybe_unused]] Term const of_rows[] = {terms[0][kUnitAt], terms[1][kUnitAt]};
+        if constexpr (kNext < C::kChunks) {
+          dequantize(std::integral_constant<int, kNext>());
+        } else {
+          before = stage;
+          if (++stage == kStages) stage = 0, phase ^= 1;
+          if (i + 1 < steps) {
+            load();
+            dequantize(kFirst);
+          }
         }
-      }
-      if constexpr (!C::kScaleWeights && kNext * C::kChunk % C::kUnit == 0) {
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(sums);
+        if constexpr (!C::kScaleWeights && kNext * C::kChunk % C::kUnit == 0) {
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(sums);
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) acc[j] = fmaf(of_rows[j / 2 % 2].scale, sums(j), acc[j]);
-      }
-    });
-  }
-  warpgroup_wait<0>();
-  warpgroup_fence_operand(sums);
-  if constexpr (C::kScaleWeights) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) acc[j] = sums(j);
-  }
-  finish_stages();
-  auto const each = [&](auto store) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      store(i / 4 * 8 + lane % 4 * 2 + i % 2, 16 * warp + lane / 4 + i / 2 % 2 * 8, acc[i]);
+          for (int j = 0; j < kCount; ++j) acc[j] = fmaf(of_rows[j / 2 % 2].scale, sums(j), acc[j]);
+        }
+      });
     }
-  };
-  if (parts == 1) {
-    each([&](int m, int row, float sum) { partial[m * kPitch + row] = sum; });
-    sync_math<C::kMathThreads>();
-  } else {
-    unsigned const inverse = 0xffffffffu / rows_of_part + 1;  // of the quotient of a small number
-    each([&](int m, int row, float sum) {
-      int const adder = rows_of_part == 1 ? m : __umulhi(m, inverse);
-      float* const to = &partial[(part * rows_of_part + m - adder * rows_of_part) * kPitch + row];
-      if (m < tile_m) {
-        store_shared_remote(__float_as_uint(sum), cast_smem_ptr_to_uint(to), cast_smem_ptr_to_uint(&shared.added),
-                            adder);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(sums);
+    cudaGridDependencySynchronize();  // the bias is next, and what others leave
+    if constexpr (C::kPersistent) {
+      release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], 0);
+      // What a block leaves is of the first piece it has, and for a tile of the stream before its own.
+      auto const sums_of = [&](int block) { return own.sums + int64_t(block) * (kCount / 4 * C::kMathThreads); };
+      int const next = block + 1;
+      if (piece.first_step > 0) return leave_sums<C::kMathThreads>(acc, sums_of(block));
+      int others = 0;
+      if (steps < int(all_steps)) {
+        while (own.streams.begin(stream + 1 + others) < end - steps + all_steps) ++others;
+        add_sums<C::kMathThreads>(acc, sums_of(next), &own.left[next], own.is_left, others);
       }
-    });
-    __syncwarp();
-    if (elect_one_sync()) Full::arrive(&shared.added);
-    Full::wait(&shared.added, 0);
-    asm volatile("" ::: "memory");
+      write_sums<C>(p, boxes_out, shared, acc, piece, slot);
+    } else {
+      int const rows = rows_of(piece), tile_m = min(kTileM, p.m - piece.first_m);
+      finish_stages(piece);
+      auto const each = [&](auto store) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          store(i / 4 * 8 + lane % 4 * 2 + i % 2, 16 * warp + lane / 4 + i / 2 % 2 * 8, acc[i]);
+        }
+      };
+      if (parts == 1) {
+        each([&](int m, int row, float sum) { partial[m * kPitch + row] = sum; });
+        sync_math<C::kMathThreads>();
+      } else {
+        unsigned const inverse = 0xffffffffu / rows_of_part + 1;  // of the quotient of a small number
+        each([&](int m, int row, float sum) {
+          int const adder = rows_of_part == 1 ? m : __umulhi(m, inverse);
+          float* const to = &partial[(part * rows_of_part + m - adder * rows_of_part) * kPitch + row];
+          if (m < tile_m) {
+            store_shared_remote(__float_as_uint(sum), cast_smem_ptr_to_uint(to), cast_smem_ptr_to_uint(&shared.added),
+                                adder);
+          }
+        });
+        __syncwarp();
+        if (elect_one_sync()) Full::arrive(&shared.added);
+        Full::wait(&shared.added, 0);
+        asm volatile("" ::: "memory");
+      }
+      auto const write = [&](int parts) {
+        write_rows<kRows, kPitch, C::kMathThreads>(p, partial, parts, rows_of_part, rows, piece.l,
+                                                   piece.first_m + part * rows_of_part, piece.first_n, p.n);
+      };
+      parts == 1 ? write(1) : write(parts);  // the code for one is short
+    }
+  });
+  if constexpr (C::kPersistent) {
+    if (threadIdx.x % 128 == 0) tma_store_wait<0>();
   }
-  cudaGridDependencySynchronize();  // the bias is next
-  auto const write = [&](int parts) {
-    write_rows<kRows, kPitch, C::kMathThreads>(p, partial, parts, rows_of_part, rows, l, first_m + part * rows_of_part,
-                                               first_n, p.n);
-  };
-  parts == 1 ? write(1) : write(parts);  // the code for one is short
+  if constexpr (kShare > 1) finish_cluster();
 }
 
 // Has TMA load boxes of a matrix of 3 dimensions, and zeros for what is beyond.
@@ -461,25 +665,29 @@ inline cudaError_t make_boxes(void const* data, CUtensorMapDataType type, std::a
 
 // The blocks of a cluster share x, or K.
 template <class C>
-LaunchShape shape_of(dim3 grid, int share, int parts) {
-  return {grid, C::kThreads, sizeof(typename C::Shared), dim3(share, parts)};
+LaunchShape shape_of(dim3 grid, int parts = 1) {
+  return {grid, C::kThreads, sizeof(typename C::Shared), dim3(C::kShare, parts)};
 }
 
-template <class C, int kShare>
+template <class C>
 cudaError_t prepare_wgmma(bool& fits) {
-  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C>({}, kShare, 1), fits);
+  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C>({}), fits);
 }
 
-template <class C, int kShare>
+template <class C>
+Instance instance_sm90(DType in);
+
+template <class C>
 cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& submit) {
   Params params = make_params<C>(problem);
-  int const parts = count_parts(problem, kStep, split);
+  int const parts = C::kPersistent ? 1 : count_parts(problem, kStep, split);
   params.k_of_part = int(ceil_div(ceil_div(problem.k, kStep), parts) * kStep);
 
   bool const x_batched = problem.x_batch_stride != 0, w_batched = problem.w_batch_stride != 0;
-  int const box_rows = kShare > 1 ? C::kTileM / kShare : std::min(C::kTileM, problem.m);
+  // Sums that are left in memory are of whole tiles, so that there x has zeros for the rows beyond it.
+  int const box_rows = C::kPersistent ? C::kTileM / C::kShare : std::min(C::kTileM, problem.m);
   int64_t const m = problem.m, n = problem.n, k = problem.k, row_bytes = problem.row_bytes(), batch = problem.batch;
-  CUtensorMap boxes_x, boxes_w;
+  CUtensorMap boxes_x, boxes_w, boxes_out{};
   int64_t const size = sizeof(typename C::Element);
   auto const type = C::kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   cudaError_t error = make_boxes(problem.x, type, {k, m, x_batched ? batch : 1}, {size * k, size * m * k}, C::kColumnsX,
@@ -489,37 +697,51 @@ cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& 
                        {row_bytes, n * row_bytes}, kBoxBytes, C::kRows, CU_TENSOR_MAP_SWIZZLE_NONE, boxes_w);
   }
   if (error != cudaSuccess) return error;
-  unsigned const clusters = params.tiles_m * unsigned(ceil_div(params.tiles_n, kShare)) * unsigned(batch);
-  return jax_qmm::launch(submit, shape_of<C>(dim3(kShare * clusters, parts), kShare, parts), wgmma_kernel<C>, params,
-                         ParamsSm90{kShare, box_rows, x_batched, w_batched}, boxes_x, boxes_w);
+  ParamsSm90 own{box_rows, x_batched, w_batched, {}, nullptr, 0, nullptr};
+  LaunchShape shape = shape_of<C>(dim3(params.tiles_m * params.tiles_n * unsigned(batch), parts), parts);
+  if constexpr (C::kPersistent) {
+    Gpu const* gpu;
+    if ((error = current_gpu(gpu))) return error;
+    error = make_boxes(problem.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, {n, m, batch}, {2 * n, 2 * n * m}, 64, C::kSlotRows,
+                       CU_TENSOR_MAP_SWIZZLE_128B, boxes_out);
+    if (error != cudaSuccess) return error;
+    own.streams = streams_of(instance_sm90<C>(problem.in), problem, split, *gpu);
+    shape = shape_of<C>(own.streams.blocks());
+    if (own.streams.share_tiles) {
+      own.left = static_cast<Flag*>(problem.workspace), own.is_left = is_left();
+      own.sums = reinterpret_cast<float4*>(own.left + own.streams.flags());
+    }
+  }
+  return jax_qmm::launch(submit, shape, wgmma_kernel<C>, params, own, boxes_x, boxes_w, boxes_out);
 }
 
-template <class C, int kShare>
-Instance instance(DType in) {
-  Instance i{in,    C::kBits,        false, C::kUnit,         C::kTileM, C::kRows,
-             kStep, C::kBlocksPerSm, true,  C::kScaleWeights, kShare};
-  i.prepare = prepare_wgmma<C, kShare>;
-  i.launch = launch_wgmma<C, kShare>;
+template <class C>
+Instance instance_sm90(DType in) {
+  Instance i{in,    C::kBits,        false, C::kUnit,         C::kTileM,      C::kRows,
+             kStep, C::kBlocksPerSm, true,  C::kScaleWeights, C::kPersistent, C::kShare};
+  i.prepare = prepare_wgmma<C>;
+  i.launch = launch_wgmma<C>;
   return i;
 }
 
 // Of 16-bit x.
 template <class T, int kBits>
 void add_wgmma(DType in, std::vector<Instance>& to) {
-  to.push_back(instance<ConfigSm90<T, kBits, 8, false>, 1>(in));
-  to.push_back(instance<ConfigSm90<T, kBits, 16, false>, 1>(in));
-  to.push_back(instance<ConfigSm90<T, kBits, 32, false>, 1>(in));
-  to.push_back(instance<ConfigSm90<T, kBits, 64, false>, 1>(in));
+  to.push_back(instance_sm90<ConfigSm90<T, kBits, 8, false>>(in));
+  to.push_back(instance_sm90<ConfigSm90<T, kBits, 16, false>>(in));
+  to.push_back(instance_sm90<ConfigSm90<T, kBits, 32, false>>(in));
+  to.push_back(instance_sm90<ConfigSm90<T, kBits, 64, false>>(in));
+  to.push_back(instance_sm90<PersistentSm90<T, kBits, 16, false>>(in));
+  to.push_back(instance_sm90<PersistentSm90<T, kBits, 32, false>>(in));
+  to.push_back(instance_sm90<PersistentSm90<T, kBits, 64, false>>(in));
   if constexpr (!kIsBf16<T>) {  // whose range scaled weights may leave
-    to.push_back(instance<ConfigSm90<T, kBits, 128, false>, 1>(in));
+    to.push_back(instance_sm90<ConfigSm90<T, kBits, 128, false>>(in));
   } else {
-    to.push_back(instance<ConfigSm90<T, kBits, 64, true>, 1>(in));
-    to.push_back(instance<ConfigSm90<T, kBits, 128, true>, 1>(in));
-    to.push_back(instance<ConfigSm90<T, kBits, 128, true, 192>, 1>(in));
-    to.push_back(instance<ConfigSm90<T, kBits, 176, true>, 1>(in));
-    to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 1>(in));
-    // To share x gains up to 4 % here, and nothing with smaller tiles (benchmarks/block_scaled_mm/README.md).
-    to.push_back(instance<ConfigSm90<T, kBits, 256, true>, 2>(in));
+    to.push_back(instance_sm90<ConfigSm90<T, kBits, 64, true>>(in));
+    to.push_back(instance_sm90<ConfigSm90<T, kBits, 128, true>>(in));
+    to.push_back(instance_sm90<ConfigSm90<T, kBits, 256, true>>(in));
+    to.push_back(instance_sm90<PersistentSm90<T, kBits, 128, true>>(in));
+    to.push_back(instance_sm90<PersistentSm90<T, kBits, 256, true>>(in));
   }
 }
 

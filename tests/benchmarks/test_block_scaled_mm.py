@@ -15,19 +15,20 @@ def rows_of(path):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "file", "fewest", "most", "mean", "worst"),
+    ("gpu", "file", "most_rows", "measured", "mean", "worst"),
     [
-        ("h200", "block_scaled_mm_kernels.csv", 1, math.inf, 1.02, 1.25),
-        ("h100", "../h100/block_scaled_mm_few_rows.csv.gz", 1, 16, 1.04, 1.4),
+        ("h200", "block_scaled_mm_kernels.csv", math.inf, 0.9, 1.01, 1.12),
+        # Without persistent blocks, which are chosen for the others.
+        ("h100", "../h100/block_scaled_mm_few_rows.csv.gz", 16, 0.6, 1.04, 1.4),
     ],
 )
 def test_choices_are_near_the_fastest_that_was_measured(
-    extension, stored, request, gpu, file, fewest, most, mean, worst
+    extension, stored, request, gpu, file, most_rows, measured, mean, worst
 ):
     gpu = request.getfixturevalue(gpu)
     products = {}
     for row in rows_of(stored(file)):
-        if fewest <= int(row["m"]) <= most:
+        if int(row["m"]) <= most_rows:
             sizes = int(row["m"]), int(row["n"]), int(row["k"]), BITS[row["scheme"]]
             key = *sizes, int(row.get("block", 128)), row.get("zero_points") or None
             products.setdefault(key, {})[row["kernel"]] = float(row["us"])
@@ -38,5 +39,5 @@ def test_choices_are_near_the_fastest_that_was_measured(
         chosen = "dequantized once" if problem.dequantizes_once(gpu) else problem.select(gpu)
         if chosen in ours:
             ratios[m, n, k, bits, block, zero_point] = ours[chosen] / min(ours.values())
-    assert len(ratios) >= 0.9 * len(products)
+    assert len(ratios) >= measured * len(products)
     assert math.prod(ratios.values()) ** (1 / len(ratios)) < mean and max(ratios.values()) < worst, ratios

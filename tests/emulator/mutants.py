@@ -53,6 +53,10 @@ TESTS = {
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[1-129-520-256-int8-bfloat16-4]"),
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-140-1416-320-none-bfloat16-4]"),
     ],
+    "weights of streams": [
+        BLOCKS.format("TestWgmma::test_blocks_stay_and_share_tiles[257-264-392-128-batch1-float16-4]"),
+        BLOCKS.format("TestWgmma::test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-4]"),
+    ],
     "weights in fp8": [
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[1-129-520-256-int8-float8_e4m3fn-4]"),
         BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-140-1416-320-none-float8_e4m3fn-4]"),
@@ -468,6 +472,36 @@ MUTANTS = [
         "Full::init(&shared.full[s], 1 + C::kTermsWarps);",
         "Full::init(&shared.full[s], 1);",
     ),
+    Mutant(
+        "weights of streams: sums are read before they are there",
+        WEIGHTS,
+        "memory_order_acquire) != is_left",
+        "memory_order_acquire) == 2",
+    ),
+    Mutant("weights of streams: no fence behind sums", WEIGHTS, "  __threadfence();\n"),
+    Mutant("weights of streams: left before all sums are there", WEIGHTS, "      sync_left<C::kMathThreads>();\n"),
+    Mutant(
+        "weights of streams: the last part is not added", WEIGHTS, "own.is_left, others);", "own.is_left, others - 1);"
+    ),
+    Mutant("weights of streams: the next tile's part is added", WEIGHTS, "< end - steps", "<= end - steps"),
+    Mutant(
+        "weights of streams: the last stage of a tile is kept",
+        WEIGHTS,
+        "      release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], 0);\n",
+    ),
+    Mutant(
+        "weights of streams: no room for others' zeros", WEIGHTS, "C::kPersistent ? C::kTileM / C::kShare", "false ? 1"
+    ),
+    Mutant("weights of streams: columns of another row", WEIGHTS, "(columns ^ row % 8) * 16", "columns * 16"),
+    Mutant(
+        "weights of streams: results are stored unseen", WEIGHTS, "      cutlass::arch::fence_view_async_shared();\n"
+    ),
+    Mutant(
+        "weights of streams: a slot is written while it is stored",
+        WEIGHTS,
+        "      if (leads) cute::tma_store_wait<C::kSlots - 1>();\n",
+    ),
+    Mutant("weights of streams: biases beyond the last column", WEIGHTS, "n < p.n ? p.bias", "true ? p.bias"),
     Mutant(
         "weights in fp8: the sums of a block go on in the next",
         WEIGHTS,

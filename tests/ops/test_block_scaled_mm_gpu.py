@@ -67,14 +67,30 @@ def pack(q, bits):
     return packed
 
 
-def call(x, w, scale, zero_point=None, bias=None, *, bits, block, activation="none", low=0.0, high=0.0, out_dtype=F32):
-    """Calls the FFI target."""
+def call(
+    x,
+    w,
+    scale,
+    zero_point=None,
+    bias=None,
+    *,
+    bits,
+    block,
+    activation="none",
+    low=0.0,
+    high=0.0,
+    out_dtype=F32,
+    workspace=0,
+):
+    """Calls the FFI target, with so many bytes of workspace."""
     _extension._load()
     optional = {"zero_point": zero_point, "bias": bias}
     optional = {name: value for name, value in optional.items() if value is not None}
     batch = max(x.shape[0], w.shape[0])
-    result = jax.ShapeDtypeStruct((batch, x.shape[1], w.shape[1]), out_dtype)
-    run = jax.ffi.ffi_call("jax_qmm_block_scaled_mm", result)
+    results = [jax.ShapeDtypeStruct((batch, x.shape[1], w.shape[1]), out_dtype)]
+    if workspace:
+        results.append(jax.ShapeDtypeStruct((workspace,), np.uint8))
+    run = jax.ffi.ffi_call("jax_qmm_block_scaled_mm", results)
     return np.asarray(
         run(
             *map(jnp.asarray, (x, w, scale, *optional.values())),
@@ -84,7 +100,7 @@ def call(x, w, scale, zero_point=None, bias=None, *, bits, block, activation="no
             activation=activation,
             low=np.float32(low),
             high=np.float32(high),
-        )
+        )[0]
     )
 
 
@@ -422,8 +438,8 @@ of_x_and_w = pytest.mark.parametrize(
 
 @pytest.mark.usefixtures("has_wgmma", "all_kernels")
 class TestWgmma:
-    def check_each(self, extension, x, q, scale, zero_point, *, bits, block, out_dtype=F32, bias=None):
-        """Every kernel with wgmma, each way of splitting K."""
+    def check_each(self, extension, x, q, scale, zero_point, *, bits, block, out_dtype=F32, bias=None, named="wgmma"):
+        """Every kernel with wgmma, or so named, each way of splitting K."""
         m, n, k = x.shape[1], q.shape[1], x.shape[2]
         dtypes = [jnp.dtype(dtype).name for dtype in (x.dtype, out_dtype)]
         problem = (m, n, k, max(len(x), len(q)), *dtypes, bits, block, None if zero_point is None else "int8")
@@ -431,17 +447,19 @@ class TestWgmma:
         size = np.abs(x.astype("d"))
         total = size @ np.abs(dequantized(q, scale, zero_point, block)).swapaxes(-1, -2)
         rounding = 1.016 * UNIT[BF16] * total + 2.0**-134 * size.sum(-1, keepdims=True)
-        every = [words for words, _ in extension.BlockScaledMmProblem(*problem).choices(_extension.gpu())]
-        every = [words for words in every if "wgmma" in words]
-        for words in every:
+        extension.restrict_block_scaled_mm(named)
+        every = dict(extension.BlockScaledMmProblem(*problem).choices(_extension.gpu()))
+        every = {words: workspace for words, workspace in every.items() if "wgmma" in words}
+        for words, workspace in every.items():
             extension.restrict_block_scaled_mm(words)
-            out = call(x, pack(q, bits), scale, zero_point, bias, bits=bits, block=block, out_dtype=out_dtype)
+            kwargs = dict(bits=bits, block=block, out_dtype=out_dtype, workspace=workspace)
+            out = call(x, pack(q, bits), scale, zero_point, bias, **kwargs).astype("d")
             more = rounding if "weights scaled" in words else 0
             want, rounds = y, 0
             if bias is not None:
-                want, rounds = y + bias[:, None], 2.0**-23 + UNIT[out_dtype]
+                want, rounds = y + bias[:, None].astype("d"), 2.0**-23 + UNIT[out_dtype]
             np.testing.assert_array_less(np.abs(out - want), error + more + rounds * np.abs(want), words)
-        return every
+        return list(every)
 
     @of_x_and_w
     @pytest.mark.parametrize(
@@ -508,6 +526,53 @@ class TestWgmma:
                 x, q, scale, zero_point = operands(27, 5, 40, 336, dtype, 4, 128, "int8", scale_dtype)
                 self.check_each(extension, x, q, (scale * scale_dtype(factor)), zero_point, bits=4, block=128)
 
+    @pytest.mark.parametrize("bits", BITS)
+    @pytest.mark.parametrize(
+        ("m", "n", "k", "block", "batch", "out_dtype"),
+        [
+            (300, 136, 1416, 64, (1, 1), BF16),  # many blocks share a tile
+            (257, 264, 392, 128, (2, 1), F16),
+            (64, 520, 1288, 320, (1, 3), BF16),
+            (40, 8, 8, 64, (1, 1), BF16),  # one step
+            (130, None, 264, 128, (1, 1), BF16),  # each block has several tiles
+        ],
+    )
+    def test_blocks_stay_and_share_tiles(self, m, n, k, block, batch, out_dtype, bits, extension):
+        n = n or 128 * _extension.gpu().sm_count + 264
+        x, q, scale, zero_point = operands(m, m, n, k, BF16, bits, block, "int8", batch=batch)
+        bias = np.linspace(-1, 1, n, dtype=F32)[None]
+        kwargs = dict(bits=bits, block=block, out_dtype=out_dtype, bias=bias)
+        for named in ("persistent", "stream-K"):
+            assert self.check_each(extension, x, q, scale, zero_point, named=named, **kwargs)
+
+    @pytest.mark.parametrize("activation, low, high", [("clamp", -0.25, 0.5), ("gelu", 0, 0), ("silu", 0, 0)])
+    def test_activations_of_persistent_blocks(self, activation, low, high, extension, oracle):
+        x, q, scale, zero_point = operands(30, 140, 40, 904, BF16, 4, 64, "int8")
+        kwargs = dict(bits=4, block=64, out_dtype=BF16)
+        for words, workspace in extension.BlockScaledMmProblem(
+            140, 40, 904, 1, "bfloat16", "bfloat16", 4, 64, "int8"
+        ).choices(_extension.gpu()):
+            if "persistent" in words or "stream-K" in words:
+                extension.restrict_block_scaled_mm(words)
+                plain = call(x, pack(q, 4), scale, zero_point, **kwargs, workspace=workspace)
+                out = call(
+                    x,
+                    pack(q, 4),
+                    scale,
+                    zero_point,
+                    **kwargs,
+                    workspace=workspace,
+                    activation=activation,
+                    low=low,
+                    high=high,
+                )
+                y = plain.astype(F32)
+                name = (low, high) if activation == "clamp" else activation
+                expected = oracle.activated(y.astype("d"), name).astype("d")
+                # The activation has what was not rounded yet; its slope is at most 1.13.
+                bound = (1.13 * UNIT[BF16] + 2.0**-20) * np.abs(y) + UNIT[BF16] * np.abs(expected)
+                assert np.all(np.abs(out.astype("d") - expected) <= bound)
+
     @pytest.mark.parametrize("batch", [(2, 2), (2, 1), (1, 2)])
     @pytest.mark.parametrize("dtype, out_dtype", [(BF16, BF16), (BF16, F16), (F8, BF16)])
     def test_batches_and_dtypes_of_the_result(self, dtype, out_dtype, batch, extension):
@@ -517,9 +582,13 @@ class TestWgmma:
 
     def test_results_do_not_change_from_run_to_run(self, extension):
         x, q, scale, zero_point = operands(26, 13, 135, 1416, BF16, 4, 128, "int8")
-        extension.restrict_block_scaled_mm("wgmma 8x128x128 split-K 4")
-        first, second = (call(x, pack(q, 4), scale, zero_point, bits=4, block=128) for _ in range(2))
-        assert first.tobytes() == second.tobytes()
+        for words, out_dtype in (("wgmma 8x128x128 split-K 4", F32), ("stream-K", BF16)):
+            extension.restrict_block_scaled_mm(words)
+            n = 135 if out_dtype == F32 else 128
+            kwargs = dict(bits=4, block=128, out_dtype=out_dtype, workspace=1 << 24)
+            of_n = [each[:, :n] for each in (pack(q, 4), scale, zero_point)]
+            first, second = (call(x, *of_n, **kwargs) for _ in range(2))
+            assert first.tobytes() == second.tobytes()
 
 
 @pytest.mark.parametrize("bits", BITS)

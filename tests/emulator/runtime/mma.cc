@@ -185,8 +185,14 @@ uint32_t movmatrix(Warp& w, Inst const& i, uint32_t lanes) {
     uint32_t const v = w.rows[i.op(1).row + l];
     tile[l / 4][2 * (l % 4)] = uint16_t(v), tile[l / 4][2 * (l % 4) + 1] = uint16_t(v >> 16);
   }
-  for (int l = 0; l < 32; ++l)
+  uint32_t const defined = w.defined.empty() ? kAll : w.defined[i.op(1).id];
+  for (int l = 0; l < 32; ++l) {
     w.rows[i.op(0).row + l] = tile[2 * (l % 4)][l / 4] | uint32_t(tile[2 * (l % 4) + 1][l / 4]) << 16;
+    if (w.defined.empty()) continue;
+    w.defined[i.op(0).id] |= 1u << l;
+    int const from = 8 * (l % 4) + l / 8;  // and the row behind it
+    if ((defined >> from & defined >> (from + 4) & 1) == 0) w.undefine(i.op(0), l, w.origin[i.op(1).id]);
+  }
   return lanes;
 }
 
