@@ -149,7 +149,11 @@ WINDOWS, DEPTHWISE, SQUARES = (f"conv/{name}.cu" for name in ("wgmma_sm90", "dep
 SHORT_WINDOWS, RESIDUAL = "conv/short_window.cu", "conv/residual.cuh"
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 WRITE_ROWS, RESIDENT_B = "scaled_mm/write_rows.cuh", "scaled_mm/resident.cuh"
-ADD_PARTS, WEIGHTS = "scaled_mm/split_k.cu", "block_scaled_mm/wgmma_sm90.cuh"
+ADD_PARTS, WEIGHTS, STREAMS = (
+    "scaled_mm/split_k.cu",
+    "block_scaled_mm/wgmma_sm90.cuh",
+    "block_scaled_mm/streams_sm90.cuh",
+)
 EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
 FP8_WEIGHTS = "block_scaled_mm/dequantize_fp8.cuh"
 EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
@@ -474,7 +478,7 @@ MUTANTS = [
     ),
     Mutant(
         "weights of streams: sums are read before they are there",
-        WEIGHTS,
+        STREAMS,
         "memory_order_acquire) != is_left",
         "memory_order_acquire) == 2",
     ),
@@ -492,16 +496,16 @@ MUTANTS = [
     Mutant(
         "weights of streams: no room for others' zeros", WEIGHTS, "C::kPersistent ? C::kTileM / C::kShare", "false ? 1"
     ),
-    Mutant("weights of streams: columns of another row", WEIGHTS, "(columns ^ row % 8) * 16", "columns * 16"),
+    Mutant("weights of streams: columns of another row", STREAMS, "(columns ^ row % 8) * 16", "columns * 16"),
     Mutant(
-        "weights of streams: results are stored unseen", WEIGHTS, "      cutlass::arch::fence_view_async_shared();\n"
+        "weights of streams: results are stored unseen", STREAMS, "      cutlass::arch::fence_view_async_shared();\n"
     ),
     Mutant(
         "weights of streams: a slot is written while it is stored",
-        WEIGHTS,
+        STREAMS,
         "      if (leads) cute::tma_store_wait<C::kSlots - 1>();\n",
     ),
-    Mutant("weights of streams: biases beyond the last column", WEIGHTS, "n < p.n ? p.bias", "true ? p.bias"),
+    Mutant("weights of streams: biases beyond the last column", STREAMS, "n < p.n ? p.bias", "true ? p.bias"),
     Mutant(
         "weights in fp8: the sums of a block go on in the next",
         WEIGHTS,

@@ -1,0 +1,130 @@
+// What persistent blocks do at the end of a tile, or of a part of it: they leave sums for another block, add those that
+// others have left, and write results, by TMA.
+#pragma once
+
+#include <algorithm>
+#include <cuda/atomic>
+#include <random>
+
+#include "block_scaled_mm/sources.cuh"
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cutlass/arch/barrier.h"
+
+namespace jax_qmm::block_scaled {
+
+constexpr int kRowBytes = 128;  // of a box of x or of results, the span of TMA's swizzle
+
+// Steps of a tile that a block multiplies at once.
+struct Piece {
+  int l, first_m, first_n, first_step, steps;
+};
+
+// Nobody clears flags beforehand, which would be a kernel more: workspace has any values but this one, which is drawn
+// for each process, and who has seen it in a flag takes it away.
+using Flag = unsigned long long;
+inline Flag is_left() {
+  static Flag const drawn = [] {
+    std::random_device draw;
+    return Flag(draw()) << 32 | draw();
+  }();
+  return drawn;
+}
+
+template <int kThreads>
+__device__ void sync_math() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+// Leaves a piece's sums for the block in which the tile begins: each math thread its own, while the warp that comes to
+// the same barrier makes them known, so that no other waits for stores.
+template <int kThreads>
+__device__ void sync_left() {
+  asm volatile("bar.sync 4, %0;" ::"n"(kThreads + 32) : "memory");
+}
+template <int kThreads, int kCount>
+__device__ void leave_sums(float const (&acc)[kCount], float4* to) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    __stcg(to + i / 4 * kThreads + threadIdx.x, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
+  }
+  asm volatile("bar.arrive 4, %0;" ::"n"(kThreads + 32) : "memory");
+}
+
+// Adds what `count` blocks have left, in their order, once it is there.
+template <int kThreads, int kCount>
+__device__ void add_sums(float (&acc)[kCount], float4 const* from, Flag* left, Flag is_left, int count) {
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    cuda::atomic_ref<Flag, cuda::thread_scope_device> const flag(left[i]);
+    while (flag.load(cuda::memory_order_acquire) != is_left) {
+    }
+    flag.store(0, cuda::memory_order_relaxed);
+  }
+  sync_math<kThreads>();
+#pragma unroll 1
+  for (int other = 0; other < count; ++other) {
+    constexpr int kAtOnce = std::min(kCount, 64);  // or all would be loaded first, for which there are no registers
+#pragma unroll
+    for (int first = 0; first < kCount; first += kAtOnce) {
+#pragma unroll
+      for (int i = first; i < first + kAtOnce; i += 4) {
+        float4 const more = __ldcg(from + (other * kCount + i) / 4 * kThreads + threadIdx.x);
+        acc[i] += more.x, acc[i + 1] += more.y, acc[i + 2] += more.z, acc[i + 3] += more.w;
+      }
+#pragma unroll
+      for (int i = first; i < first + kAtOnce; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+    }
+  }
+}
+
+// Writes the results of a tile, of 16 bits. A warpgroup has 64 columns, the span of TMA's swizzle, of some rows in a
+// slot after the other; `slot` is the next one.
+template <class C, int kCount>
+__device__ void write_sums(Params const& p, CUtensorMap const& boxes_out, typename C::Shared& shared,
+                           float const (&acc)[kCount], Piece const& piece, int& slot) {
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / 4, first_n = piece.first_n + 16 * warp;
+  bool const leads = threadIdx.x % 128 == 0;
+  auto const sync_group = [&] { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); };
+  float bias[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int const n = first_n + lane / 4 + 8 * h;
+    bias[h] = n < p.n ? p.bias.load(piece.l, n) : 0;
+  }
+  // Lane 8i + r has the place of row r of matrix i, of four: columns 0 and 8 of rows 0, then of rows 8.
+  int const row = lane / 16 * 8 + lane % 8, columns = 2 * (warp % 4) + lane / 8 % 2;
+  int const at = row * kRowBytes + (columns ^ row % 8) * 16;
+  auto const write = [&](auto const& output) {
+#pragma unroll
+    for (int first = 0; first < C::kTileM; first += C::kSlotRows) {
+      if (leads) cute::tma_store_wait<C::kSlots - 1>();
+      sync_group();
+      uint8_t* const to = shared.slots[slot][group][0] + at;
+#pragma unroll
+      for (int m = 0; m < C::kSlotRows; m += 16) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float const* const two = &acc[(first + m) / 2 + 2 * i];
+          float const y[2] = {two[0] + bias[i % 2], two[1] + bias[i % 2]};
+          int const integers[2] = {};
+          pairs[i] = output.template round<uint32_t, 2>(y, integers);
+        }
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         cute::cast_smem_ptr_to_uint(to + m * kRowBytes)),
+                     "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                     : "memory");
+      }
+      cutlass::arch::fence_view_async_shared();
+      sync_group();
+      if (leads) {
+        cute::SM90_TMA_STORE_3D::copy(&boxes_out, shared.slots[slot][group], piece.first_n + 64 * group,
+                                      piece.first_m + first, piece.l);
+        cute::tma_store_arrive();
+      }
+      slot = slot + 1 == C::kSlots ? 0 : slot + 1;
+    }
+  };
+  p.activation == Activation::kNone ? write(PlainOutput{p.out_dtype}) : write(p.output());
+}
+
+}  // namespace jax_qmm::block_scaled
