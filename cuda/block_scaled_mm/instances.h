@@ -50,7 +50,7 @@ inline Streams streams_of(Instance const& i, BlockScaledMm const& p, int split, 
   constexpr int64_t kLeast = 4;  // steps, for which a block is worth its sums' way
   int64_t const steps = ceil_div(p.k, i.step), tiles_m = ceil_div(p.m, i.tile_m);
   int const slots = gpu.sms_in_clusters(i.share) / i.share * i.blocks_per_sm;
-  int together = int(std::min<int64_t>(tiles_m, kBand));
+  int together = int(std::clamp<int64_t>(tiles_m, 1, kBand));
   while (slots % together != 0 || tiles_m % together != 0 || (tiles_m > kBand && kBand % together != 0)) --together;
   int64_t const tiles = count_tiles(i, p) / together, most = split == 1 ? tiles : ceil_div(tiles * steps, kLeast);
   return {

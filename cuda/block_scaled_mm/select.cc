@@ -164,8 +164,7 @@ std::vector<BlockScaledMmChoice> block_scaled_mm_choices(BlockScaledMm const& p,
     if (!runs_on(gpu, i) || !serves(instances()[i], p)) continue;
     for (int split : {1, 2, 4, 8}) {
       Instance const& one = instances()[i];
-      // Of those that gain.
-      int const most = one.in == DType::kF32 ? 1 : one.scale_weights || one.persistent ? 2 : 8;
+      int const most = one.in == DType::kF32 ? 1 : one.scale_weights || one.persistent ? 2 : 8;  // of those that gain
       if (split > most || (split > 1 && workspace_of(p, {i, split}, gpu) > p.workspace_bytes)) break;
       if (!wanted().empty() && describe_block_scaled_mm({i, split}).find(wanted()) == std::string::npos) continue;
       found.push_back({i, split});

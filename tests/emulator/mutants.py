@@ -479,8 +479,7 @@ MUTANTS = [
     Mutant(
         "weights of streams: sums are read before they are there",
         STREAMS,
-        "memory_order_acquire) != is_left",
-        "memory_order_acquire) == 2",
+        "    while (flag.load(cuda::memory_order_acquire) != is_left) {\n    }\n",
     ),
     Mutant("weights of streams: no fence behind sums", WEIGHTS, "  __threadfence();\n"),
     Mutant("weights of streams: left before all sums are there", WEIGHTS, "      sync_left<C::kMathThreads>();\n"),

@@ -548,24 +548,14 @@ class TestWgmma:
     @pytest.mark.parametrize("activation, low, high", [("clamp", -0.25, 0.5), ("gelu", 0, 0), ("silu", 0, 0)])
     def test_activations_of_persistent_blocks(self, activation, low, high, extension, oracle):
         x, q, scale, zero_point = operands(30, 140, 40, 904, BF16, 4, 64, "int8")
-        kwargs = dict(bits=4, block=64, out_dtype=BF16)
-        for words, workspace in extension.BlockScaledMmProblem(
-            140, 40, 904, 1, "bfloat16", "bfloat16", 4, 64, "int8"
-        ).choices(_extension.gpu()):
+        w, kwargs = pack(q, 4), dict(bits=4, block=64, out_dtype=BF16)
+        problem = extension.BlockScaledMmProblem(140, 40, 904, 1, "bfloat16", "bfloat16", 4, 64, "int8")
+        after = dict(activation=activation, low=low, high=high)
+        for words, workspace in problem.choices(_extension.gpu()):
             if "persistent" in words or "stream-K" in words:
                 extension.restrict_block_scaled_mm(words)
-                plain = call(x, pack(q, 4), scale, zero_point, **kwargs, workspace=workspace)
-                out = call(
-                    x,
-                    pack(q, 4),
-                    scale,
-                    zero_point,
-                    **kwargs,
-                    workspace=workspace,
-                    activation=activation,
-                    low=low,
-                    high=high,
-                )
+                plain = call(x, w, scale, zero_point, **kwargs, workspace=workspace)
+                out = call(x, w, scale, zero_point, **kwargs, **after, workspace=workspace)
                 y = plain.astype(F32)
                 name = (low, high) if activation == "clamp" else activation
                 expected = oracle.activated(y.astype("d"), name).astype("d")
