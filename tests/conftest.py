@@ -143,6 +143,13 @@ def has_wgmma(gpu, extension):
 
 
 @pytest.fixture
+def all_kernels(extension):
+    """The extension, of whose kernels for weights in blocks a test may leave some."""
+    yield extension
+    extension.restrict_block_scaled_mm("")
+
+
+@pytest.fixture
 def h200(hopper):
     """The extension's description of an H200."""
     return hopper("NVIDIA H200")

@@ -212,7 +212,7 @@ def check_quantize(rng, cpu):
 
 
 def check_weights(rng, cpu):
-    """Compares a product with weights in blocks; the tolerance is that of tests/ops/test_block_scaled_mm_gpu.py."""
+    """Compares a product with weights in blocks; the tolerance is that of tests/weights_oracle.py."""
     dtype, out = (str(rng.choice(["float32", "bfloat16", "float16"])) for _ in range(2))
     width = int(rng.choice([4, 8]))
     m, n, k, batch = size(rng, 512), size(rng, 1024), size(rng, 4096), int(rng.choice([0, 0, 1, 3]))

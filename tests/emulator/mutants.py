@@ -33,6 +33,7 @@ CHOICES = "tests/ops/test_scaled_mm_choices_gpu.py::test_every_choice_gives_the_
 SUMS = "tests/ops/test_quantize_gpu.py::test_sums_of_what_shares_a_scale[float32-8200]"
 ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
 BLOCKS = "tests/ops/test_block_scaled_mm_gpu.py::{}"
+BLOCKS_SM90 = "tests/ops/test_block_scaled_mm_sm90_gpu.py::{}"
 BOTH_SIDES = "tests/ops/test_block_quantized_mm_gpu.py::{}"
 OF_FLOATS = "tests/ops/test_block_quantized_mm_floats_gpu.py::{}"
 EXPANDED = "tests/ops/test_expanded_mm_gpu.py::{}"
@@ -50,16 +51,16 @@ TESTS = {
         BLOCKS.format("TestDirect::test_blocks_stay_for_several_tiles[5-777-bfloat16-4]"),
     ],
     "weights by wgmma": [
-        BLOCKS.format("TestWgmma::test_shapes_and_blocks[1-129-520-256-int8-bfloat16-4]"),
-        BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-140-1416-320-none-bfloat16-4]"),
+        BLOCKS_SM90.format("test_shapes_and_blocks[1-129-520-256-int8-bfloat16-4]"),
+        BLOCKS_SM90.format("test_shapes_and_blocks[130-140-1416-320-none-bfloat16-4]"),
     ],
     "weights of streams": [
-        BLOCKS.format("TestWgmma::test_blocks_stay_and_share_tiles[257-264-392-128-batch1-float16-4]"),
-        BLOCKS.format("TestWgmma::test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-4]"),
+        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[257-264-392-128-batch1-float16-4]"),
+        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-4]"),
     ],
     "weights in fp8": [
-        BLOCKS.format("TestWgmma::test_shapes_and_blocks[1-129-520-256-int8-float8_e4m3fn-4]"),
-        BLOCKS.format("TestWgmma::test_shapes_and_blocks[130-140-1416-320-none-float8_e4m3fn-4]"),
+        BLOCKS_SM90.format("test_shapes_and_blocks[1-129-520-256-int8-float8_e4m3fn-4]"),
+        BLOCKS_SM90.format("test_shapes_and_blocks[130-140-1416-320-none-float8_e4m3fn-4]"),
     ],
     "blocks by wgmma": [
         BOTH_SIDES.format("test_several_tiles_of_wgmma[128x128x128 cluster 2]"),

@@ -1,6 +1,6 @@
 """Products of float8 and int4 weights by the kernel, against float64 in numpy.
 
-Products are exact and sums are as in test_block_scaled_mm_gpu.py: an error of (K + 16) 2^-23 of the sum of |x| |w|, of
+Products are exact and sums are as in `weights_oracle`: an error of (K + 16) 2^-23 of the sum of |x| |w|, of
 float8 another 2^-10, and the roundings of the row's scale and of the result.
 """
 

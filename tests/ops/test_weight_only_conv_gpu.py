@@ -1,6 +1,6 @@
 """The kernels for convolutions with weights of 4 and 8 bits, each tile in turn, against float64 in numpy.
 
-The error that is allowed is that of `test_block_scaled_mm_gpu`, with K as taps and channels.
+The error that is allowed is that of `weights_oracle`, with K as taps and channels.
 """
 
 import conv_oracle
