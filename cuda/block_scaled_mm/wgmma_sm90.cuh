@@ -286,6 +286,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
     __syncwarp();
     if (C::kPersistent && warp == C::kThreads / 32 - 1 && begin % all_steps != 0) {
+      cudaGridDependencySynchronize();
       sync_left<C::kMathThreads>();
       __threadfence();
       if (elect_one_sync()) atomicExch(&own.left[block], own.is_left);
