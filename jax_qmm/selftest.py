@@ -229,14 +229,21 @@ def check_block_scaled_mm(kernels, gpu, dtype: str, bits: int, zero_dtype: str |
     zero point, and any weight that float32 multiplies, is rounded to x's dtype.
     """
     kind = kernels, gpu, dtype, bits, zero_dtype, block
-    yield from _check_weights(*kind, WEIGHT_N, "float32", ("",))
-    if dtype == "bfloat16" and zero_dtype != "float32":  # persistent blocks write no others
+    yield from _check_weights(*kind, WEIGHT_N, "float32")
+    if dtype != "float32" and zero_dtype != "float32":  # persistent blocks, with results of 16 bits
         for n in (WEIGHT_N // 8 * 8, 128 * gpu.sm_count + 264):  # each has a part of a tile, or several
-            yield from _check_weights(*kind, n, dtype, ("persistent", "stream-K"))
+            yield from _check_weights(*kind, n, "bfloat16")
 
 
-def _check_weights(kernels, gpu, dtype, bits, zero_dtype, block, n, out_dtype, named) -> Iterator[Result]:
-    """By the kernels whose words have one of `named`."""
+def _check_weights(kernels, gpu, dtype, bits, zero_dtype, block, n, out_dtype) -> Iterator[Result]:
+    """By every kernel with results in float32, and by persistent blocks with others."""
+    kind = dtype, out_dtype, bits, block, "int8" if zero_dtype == "int32" else zero_dtype
+    choices_of = {m: kernels.BlockScaledMmProblem(m, n, WEIGHT_K, 1, *kind).choices(gpu) for m in WEIGHT_ROWS}
+    if out_dtype != "float32":
+        wanted = lambda choice: "persistent" in choice[0] or "stream-K" in choice[0]
+        choices_of = {m: [*filter(wanted, choices)] for m, choices in choices_of.items()}
+    if not any(choices_of.values()):
+        return
     rng = np.random.default_rng(block)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     groups = (n, -(-WEIGHT_K // block))
@@ -249,12 +256,9 @@ def _check_weights(kernels, gpu, dtype, bits, zero_dtype, block, n, out_dtype, n
     dequantized = (q - (spread(zero_point) if zero_dtype else 0)) * spread(scale)
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-22}[dtype]  # of rounding a weight
     name = f"block_scaled_mm, {dtype}, int{bits} weights" + (f", {zero_dtype} zero points" if zero_dtype else "")
-    for m in WEIGHT_ROWS:
+    for m, choices in choices_of.items():
         x = rng.standard_normal((m, WEIGHT_K), np.float32).astype(jnp.dtype(dtype))
         want, size = x.astype("d") @ dequantized.T, np.abs(x.astype("d")) @ np.abs(dequantized).T
-        kind = dtype, out_dtype, bits, block, "int8" if zero_dtype == "int32" else zero_dtype
-        choices = kernels.BlockScaledMmProblem(m, n, WEIGHT_K, 1, *kind).choices(gpu)
-        choices = [choice for choice in choices if any(words in choice[0] for words in named)]
         run = jax.jit(functools.partial(jax_qmm.block_scaled_mm, out_dtype=jnp.dtype(out_dtype)))
         for words, out in _by_each(*_of_weights(kernels, choices), lambda: run(x, w)):
             rounds = zero_dtype == "float32" or dtype == "float32" or "weights scaled" in words

@@ -268,7 +268,9 @@ def test_the_kernels_pass_scaled_mm(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "bits", "block"), [("bfloat16", 4, 64), ("float16", 8, 320), ("float32", 4, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "bits", "block"), [("bfloat16", 4, 64), ("float16", 8, 320), ("float16", 4, 384), ("float32", 4, 16)]
+)
 def test_the_kernels_pass_block_scaled_mm(dtype, bits, block, monkeypatch):
     monkeypatch.setattr(selftest, "WEIGHT_ROWS", (2, 67))
     kernels, _ = _extension._load()

@@ -31,7 +31,7 @@ struct Instance {
 // weights; a tile is that of a cluster.
 struct Streams {
   int count, together, share;
-  unsigned tiles, steps;  // of a block of each, if there were one stream; of a tile
+  unsigned tiles, steps;  // that all streams have, one after the other; of a tile
   bool share_tiles;
 
   constexpr unsigned begin(int stream) const {

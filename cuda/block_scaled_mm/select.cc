@@ -91,7 +91,7 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   Costs const costs = costs_of(i);
   double const tiles_m = double(ceil_div(p.m, i.tile_m)), tiles_n = double(ceil_div(p.n, i.rows));
   int const parts = i.persistent ? 1 : count_parts(p, i.step, split);
-  Streams const streams = streams_of(i, p, split, gpu);
+  Streams const streams = i.persistent ? streams_of(i, p, split, gpu) : Streams{};
   double const blocks = i.persistent ? streams.blocks() : tiles_m * tiles_n * p.batch * parts;
   // Clusters of four find no place on the last SMs of some GPCs.
   double const slots = gpu.sm_count * i.blocks_per_sm * (i.wgmma && parts >= 4 ? 0.9 : 1.0);

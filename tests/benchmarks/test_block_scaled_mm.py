@@ -15,15 +15,15 @@ def rows_of(path):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "file", "most_rows", "measured", "mean", "worst"),
+    ("gpu", "file", "most_rows", "out", "mean", "worst"),
     [
-        ("h200", "block_scaled_mm_kernels.csv", math.inf, 0.9, 1.01, 1.12),
-        # Without persistent blocks, which are chosen for the others.
-        ("h100", "../h100/block_scaled_mm_few_rows.csv.gz", 16, 0.6, 1.04, 1.4),
+        ("h200", "block_scaled_mm_kernels.csv", math.inf, "bfloat16", 1.01, 1.12),
+        # Measured without persistent blocks, which have no results in float32.
+        ("h100", "../h100/block_scaled_mm_few_rows.csv.gz", 16, "float32", 1.04, 1.4),
     ],
 )
 def test_choices_are_near_the_fastest_that_was_measured(
-    extension, stored, request, gpu, file, most_rows, measured, mean, worst
+    extension, stored, request, gpu, file, most_rows, out, mean, worst
 ):
     gpu = request.getfixturevalue(gpu)
     products = {}
@@ -35,9 +35,9 @@ def test_choices_are_near_the_fastest_that_was_measured(
     ratios = {}
     for (m, n, k, bits, block, zero_point), times in products.items():
         ours = {kernel: us for kernel, us in times.items() if kernel != "XLA bfloat16"}
-        problem = extension.BlockScaledMmProblem(m, n, k, 1, "bfloat16", "bfloat16", bits, block, zero_point)
+        problem = extension.BlockScaledMmProblem(m, n, k, 1, "bfloat16", out, bits, block, zero_point)
         chosen = "dequantized once" if problem.dequantizes_once(gpu) else problem.select(gpu)
         if chosen in ours:
             ratios[m, n, k, bits, block, zero_point] = ours[chosen] / min(ours.values())
-    assert len(ratios) >= measured * len(products)
+    assert len(ratios) >= 0.9 * len(products)
     assert math.prod(ratios.values()) ** (1 / len(ratios)) < mean and max(ratios.values()) < worst, ratios

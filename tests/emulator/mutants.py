@@ -55,9 +55,9 @@ TESTS = {
         BLOCKS_SM90.format("test_shapes_and_blocks[130-140-1416-320-none-bfloat16-4]"),
     ],
     "weights of streams": [
-        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[257-264-392-128-batch1-float16-4]"),
-        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[300-136-1416-64-batch0-bfloat16-4]"),
-        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-4]"),
+        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[257-264-392-128-batch1-float16-4-bfloat16]"),
+        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[300-136-1416-64-batch0-bfloat16-4-bfloat16]"),
+        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-4-bfloat16]"),
     ],
     "weights in fp8": [
         BLOCKS_SM90.format("test_shapes_and_blocks[1-129-520-256-int8-float8_e4m3fn-4]"),
@@ -151,11 +151,8 @@ WINDOWS, DEPTHWISE, SQUARES = (f"conv/{name}.cu" for name in ("wgmma_sm90", "dep
 SHORT_WINDOWS, RESIDUAL = "conv/short_window.cu", "conv/residual.cuh"
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 WRITE_ROWS, RESIDENT_B = "scaled_mm/write_rows.cuh", "scaled_mm/resident.cuh"
-ADD_PARTS, WEIGHTS, STREAMS = (
-    "scaled_mm/split_k.cu",
-    "block_scaled_mm/wgmma_sm90.cuh",
-    "block_scaled_mm/streams_sm90.cuh",
-)
+ADD_PARTS = "scaled_mm/split_k.cu"
+WEIGHTS, STREAMS = (f"block_scaled_mm/{name}_sm90.cuh" for name in ("wgmma", "streams"))
 EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
 FP8_WEIGHTS = "block_scaled_mm/dequantize_fp8.cuh"
 EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
