@@ -31,7 +31,7 @@ def may_be_best(words: str, m: int) -> bool:
     """Whether the kernel's tiles fit m rows: neither many of the smallest, nor one that is mostly empty."""
     tile = int(re.findall(r"(\d+)x\d+x\d+", words)[0])
     scaled_each = int(words.split("each ")[1].split(",")[0])  # smaller units have more instructions
-    return scaled_each >= 64 and tile < max(4 * m, 16) and (tile >= m or tile >= 64)
+    return scaled_each >= 64 and tile <= max(2 * m, 16) and (tile >= m or tile >= 64)
 
 
 def timed(function, sets) -> float:

@@ -39,7 +39,7 @@ __device__ void sync_math() {
 // the same barrier makes them known, so that no other waits for stores.
 template <int kThreads>
 __device__ void sync_left() {
-  asm volatile("bar.sync 4, %0;" ::"n"(kThreads + 32) : "memory");
+  asm volatile("bar.sync 5, %0;" ::"n"(kThreads + 32) : "memory");
 }
 template <int kThreads, int kCount>
 __device__ void leave_sums(float const (&acc)[kCount], float4* to) {
@@ -47,7 +47,7 @@ __device__ void leave_sums(float const (&acc)[kCount], float4* to) {
   for (int i = 0; i < kCount; i += 4) {
     __stcg(to + i / 4 * kThreads + threadIdx.x, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
   }
-  asm volatile("bar.arrive 4, %0;" ::"n"(kThreads + 32) : "memory");
+  asm volatile("bar.arrive 5, %0;" ::"n"(kThreads + 32) : "memory");
 }
 
 // Adds what `count` blocks have left, in their order, once it is there.
@@ -60,15 +60,29 @@ __device__ void add_sums(float (&acc)[kCount], float4 const* from, Flag* left, F
     flag.store(0, cuda::memory_order_relaxed);
   }
   sync_math<kThreads>();
+  // Of several blocks, where there are registers, so that not all wait one after the other.
+  constexpr int kAtOnce = std::min(kCount, 64), kOthers = 64 / kAtOnce;
 #pragma unroll 1
-  for (int other = 0; other < count; ++other) {
-    constexpr int kAtOnce = std::min(kCount, 64);  // or all would be loaded first, for which there are no registers
+  for (int other = 0; other < count; other += kOthers) {
 #pragma unroll
     for (int first = 0; first < kCount; first += kAtOnce) {
+      float4 more[kOthers][kAtOnce / 4];
 #pragma unroll
-      for (int i = first; i < first + kAtOnce; i += 4) {
-        float4 const more = __ldcg(from + (other * kCount + i) / 4 * kThreads + threadIdx.x);
-        acc[i] += more.x, acc[i + 1] += more.y, acc[i + 2] += more.z, acc[i + 3] += more.w;
+      for (int j = 0; j < kOthers; ++j) {
+        if (other + j >= count) continue;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i += 4) {
+          more[j][i / 4] = __ldcg(from + ((other + j) * kCount + first + i) / 4 * kThreads + threadIdx.x);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kOthers; ++j) {
+        if (other + j >= count) continue;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i += 4) {
+          float* const to = &acc[first + i];
+          to[0] += more[j][i / 4].x, to[1] += more[j][i / 4].y, to[2] += more[j][i / 4].z, to[3] += more[j][i / 4].w;
+        }
       }
 #pragma unroll
       for (int i = first; i < first + kAtOnce; ++i) asm volatile("" : "+f"(acc[i])::"memory");

@@ -8,6 +8,8 @@ void add_wgmma_instances<DType::kF8E4M3>(std::vector<Instance>& to) {
   auto const add = [&](auto unit) {
     to.push_back(instance_sm90<ConfigSm90<Fp8, 4, 64, false, unit>>(DType::kF8E4M3));
     to.push_back(instance_sm90<ConfigSm90<Fp8, 4, 128, false, unit>>(DType::kF8E4M3));
+    to.push_back(instance_sm90<PersistentSm90<Fp8, 4, 64, false, unit>>(DType::kF8E4M3));
+    to.push_back(instance_sm90<PersistentSm90<Fp8, 4, 128, false, unit>>(DType::kF8E4M3));
   };
   add(std::integral_constant<int, 128>());
   add(std::integral_constant<int, 64>());

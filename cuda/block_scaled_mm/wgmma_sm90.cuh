@@ -71,12 +71,16 @@ template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeigh
           bool Persistent = false>
 struct ConfigSm90 {
   using Element = typename ElementOf<T>::Type;
-  static constexpr int kTileM = TileM, kRows = 128;  // of x, of weights
+  // With few rows of x and weights of 4 bits a third warpgroup has products while two dequantize.
+  static constexpr bool kThree = Persistent && TileM == 16 && Bits == 4;
+  static constexpr int kTileM = TileM, kRows = kThree ? 192 : 128;  // of x, of weights
   using Weights = std::conditional_t<ScaleWeights, ScalingDequantizer<Bits>, Dequantizer<T, Bits, false>>;
   using Term = typename Weights::Term;
   static constexpr bool kFp8 = std::is_same_v<T, Fp8>;
-  // Columns that are dequantized and multiplied at once, and those of an instruction.
-  static constexpr int kChunk = std::min(Unit, 64), kChunks = kStep / kChunk;
+  // Columns that are dequantized while those before are multiplied, and those of an instruction.
+  static constexpr bool kWholeSteps = Persistent && !kThree && (TileM <= 32 || kFp8);
+  static constexpr int kChunk = std::min(Unit, kWholeSteps ? kStep : 64);
+  static constexpr int kChunks = kStep / kChunk;
   static constexpr int kFragmentK = 32 / int(sizeof(Element)), kFragments = kChunk / kFragmentK;
   static constexpr int kColumnsX = kRowBytes / int(sizeof(Element)), kBoxesX = kStep / kColumnsX;
   using Mma = decltype(cute::make_tiled_mma(
@@ -93,7 +97,8 @@ struct ConfigSm90 {
   // Where math warps need more registers than there are for each, the others make a warpgroup, which leaves them some.
   static constexpr bool kMovesRegisters = TileM >= 64 || Persistent;
   static constexpr int kThreads = kMathThreads + (kMovesRegisters ? 128 : 64);
-  static constexpr int kTermsWarps = kMovesRegisters ? kRows / 64 : 1;
+  static constexpr int kRegisters = kThree ? 88 : 72, kMathRegisters = kThree ? 136 : 216;  // of a warpgroup each
+  static constexpr int kTermsWarps = kMovesRegisters ? 2 : 1;
   static constexpr int kBytesX = kRowBytes * TileM, kBoxesW = Bits / 4, kTerms = kStep / kUnit;  // of a stage
   static constexpr int kWords = (kFp8 ? 8 : 4) * kBoxesW;  // that a lane takes of a row of a stage
   static constexpr int kStageBytes =
@@ -120,8 +125,8 @@ struct ConfigSm90 {
   static_assert(Persistent || (TileM + 7) * kPitch * 4 <= kStageBytes * kStages, "sums take the place of the stages");
 };
 
-template <class T, int Bits, int TileM, bool ScaleWeights>
-using PersistentSm90 = ConfigSm90<T, Bits, TileM, ScaleWeights, ScaleWeights ? 64 : kStep, true>;
+template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeights ? 64 : kStep>
+using PersistentSm90 = ConfigSm90<T, Bits, TileM, ScaleWeights, Unit, true>;
 
 // What is particular to these kernels.
 struct ParamsSm90 {
@@ -248,7 +253,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
   };
   if (warp >= kMathWarps) {
-    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<72>();
+    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kRegisters>();
     if (warp == kMathWarps && elect_one_sync()) {
       cudaGridDependencySynchronize();
       int stage = 0, turn = 0;
@@ -294,51 +299,52 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     int const terms_warp = warp - kMathWarps - 1;
     if (terms_warp >= 0 && terms_warp < C::kTermsWarps) {
       cudaGridDependencySynchronize();
-      // Without branches between loads, or each would wait for the one before it.
+      // Of some steps at once: lanes that load neighbours of a row ask less of L1. Without branches between loads, or
+      // each would wait for the one before it.
       auto const make_terms = [&](auto scale_type, auto has_zeros) {
-        constexpr int kAhead = 4 / C::kTerms, kRowsOfLane = kRows / 32 / C::kTermsWarps, kTerms = C::kTerms;
-        int const first_row = terms_warp * 32 * kRowsOfLane + lane;
-        struct Bits {
-          uint32_t scales[kTerms][kRowsOfLane], zeros[kTerms][kRowsOfLane];
-        } held[kAhead] = {};
+        constexpr int kMost = kStages < 4 ? 1 : kStages < 8 ? 2 : 4;  // half of the stages
+        constexpr int kTerms = C::kTerms, kSteps = std::max(1, std::min(4 / kTerms, kMost));
+        constexpr int kUnits = kTerms * kSteps, kOfWarp = kRows / C::kTermsWarps, kCount = kOfWarp * kUnits / 32;
+        static_assert(32 % kUnits == 0);
+        int const step = lane % kUnits / kTerms, unit_of_step = lane % kTerms;
+        int const first_row = terms_warp * kOfWarp + lane / kUnits;
         int stage = 0, turn = 0;
         each_piece([&](Piece const& piece) {
           int const l = piece.l, steps = piece.steps;
           auto const* const scales = static_cast<decltype(scale_type) const*>(p.scale.data) + l * p.scale.batch_stride;
           auto const* const zeros = static_cast<uint8_t const*>(p.zero_point.data) + l * p.zero_point.batch_stride;
-          auto const load = [&](int i, Bits& to) {
+          uint32_t scale_bits[kCount], zero_bits[kCount] = {};
+          auto const load = [&](int first) {
+            unsigned const unit = (piece.first_step + first + step) * kTerms + unit_of_step;
+            unsigned const group = min(__umulhi(2 * unit, p.block_inverse), p.groups - 1);  // a unit may be beyond K
 #pragma unroll
-            for (int u = 0; u < kTerms; ++u) {
-              unsigned const unit = (piece.first_step + i) * kTerms + u;
-              unsigned const group = min(__umulhi(2 * unit, p.block_inverse), p.groups - 1);  // a unit may be beyond K
-#pragma unroll
-              for (int j = 0; j < kRowsOfLane; ++j) {
-                int64_t const at = int64_t(min(piece.first_n + first_row + 32 * j, p.n - 1)) * p.groups + group;
-                to.scales[u][j] = scales[at];
-                if constexpr (has_zeros) to.zeros[u][j] = zeros[at];
-              }
+            for (int j = 0; j < kCount; ++j) {
+              int64_t const at = int64_t(min(piece.first_n + first_row + 32 / kUnits * j, p.n - 1)) * p.groups + group;
+              scale_bits[j] = scales[at];
+              if constexpr (has_zeros) zero_bits[j] = zeros[at];
             }
           };
-          unroll<kAhead>([&](auto i) { load(min(int(i), steps - 1), held[i]); });
-          for (int begin = 0; begin < steps; begin += kAhead) {
-            unroll<kAhead>([&](auto ahead) {
-              int const i = begin + ahead;
-              if (i >= steps) return;
+          load(0);
+#pragma unroll 1
+          for (int first = 0; first < steps; first += kSteps) {
+            int const begin = stage, many = min(kSteps, steps - first);
+            for (int i = 0; i < many; ++i) {
               if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
-              Bits& bits = held[ahead];
-#pragma unroll
-              for (int u = 0; u < kTerms; ++u) {
-#pragma unroll
-                for (int j = 0; j < kRowsOfLane; ++j) {
-                  float const scale = to_float(bits.scales[u][j], p.scale.dtype);
-                  shared.terms[stage][u][first_row + 32 * j] = C::Weights::term(scale, bits.zeros[u][j], DType::kS8);
-                }
-              }
-              __syncwarp();
-              if (elect_one_sync()) Full::arrive(&shared.full[stage]);
               if (++stage == kStages) stage = 0, ++turn;
-              load(min(i + kAhead, steps - 1), bits);
-            });
+            }
+            if (step < many) {
+              Term(&terms)[kTerms][kRows] = shared.terms[(begin + step) % kStages];
+#pragma unroll
+              for (int j = 0; j < kCount; ++j) {
+                float const scale = to_float(scale_bits[j], p.scale.dtype);
+                terms[unit_of_step][first_row + 32 / kUnits * j] = C::Weights::term(scale, zero_bits[j], DType::kS8);
+              }
+            }
+            __syncwarp();
+            if (elect_one_sync()) {
+              for (int i = 0; i < many; ++i) Full::arrive(&shared.full[(begin + i) % kStages]);
+            }
+            load(first + kSteps);
           }
         });
       };
@@ -360,8 +366,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     return;
   }
 
-  // With the others' 504 registers for three warpgroups, 512 for four.
-  if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<216>();
+  if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kMathRegisters>();
   typename C::Mma mma;
   auto thread = mma.get_slice(threadIdx.x);
   Tensor sums = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTileM>>{});
@@ -402,8 +407,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         for (int u = 0; u < C::kTerms; ++u) terms[h][u] = shared.terms[stage][u][row + 8 * h];
       }
     };
-    auto const dequantize = [&](auto chunk) {
-      auto& to = fragments[chunk % 2];
+    // Chunks take the registers of fragments in turn.
+    auto const dequantize = [&](auto chunk, auto parity) {
+      auto& to = fragments[(chunk + parity) % 2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         Term const& term = terms[h][chunk * C::kChunk / C::kUnit];
@@ -428,8 +434,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         }
       }
     };
-    auto const multiply = [&](auto chunk) {
-      auto& from = fragments[chunk % 2];
+    auto const multiply = [&](auto chunk, auto parity) {
+      auto& from = fragments[(chunk + parity) % 2];
 #pragma unroll
       for (int j = 0; j < C::kFragments; ++j) {
 #pragma unroll
@@ -437,40 +443,37 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       }
       warpgroup_fence_operand(sums);
       warpgroup_arrive();
-      constexpr int kChunksOfBox = C::kChunks / C::kBoxesX;
+      constexpr int kOfBox = C::kColumnsX / C::kFragmentK;
 #pragma unroll
       for (int j = 0; j < C::kFragments; ++j) {
         Tensor fragment = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(from[j])),
                                       Layout<Shape<Int<16 / sizeof(Element)>, _1>>{});
         if (chunk * C::kChunk % C::kUnit == 0 && j == 0 && !C::kScaleWeights) mma.accumulate_ = GMMA::ScaleOut::Zero;
-        int const of_box = chunk % kChunksOfBox * C::kFragments + j, box = C::kBoxesX * stage + chunk / kChunksOfBox;
-        gemm(mma, fragment, fragments_x(_, _, of_box, box), sums);
+        int const at = chunk * C::kFragments + j, box = C::kBoxesX * stage + at / kOfBox;
+        gemm(mma, fragment, fragments_x(_, _, at % kOfBox, box), sums);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
       warpgroup_wait<1>();
     };
     constexpr std::integral_constant<int, 0> kFirst;
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
-    load();
-    dequantize(kFirst);
-#pragma unroll 1
-    for (int i = 0; i < steps; ++i) {
+    auto const step = [&](int i, auto parity) {
+      constexpr std::integral_constant<int, (parity + C::kChunks) % 2> kNextParity;
       unroll<C::kChunks>([&](auto chunk) {
         constexpr int kAt = chunk, kNext = kAt + 1, kUnitAt = kAt * C::kChunk / C::kUnit;
         if constexpr (C::kHalves && kAt == 1) Full::wait(&shared.second_full[stage], phase);
-        multiply(chunk);
+        multiply(chunk, parity);
         if constexpr (kAt == 0) release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], i - 1);
         if constexpr (C::kHalves && kAt == 1) release(&shared.empty[stage], i);
         [[maybe_unused]] Term const of_rows[] = {terms[0][kUnitAt], terms[1][kUnitAt]};
         if constexpr (kNext < C::kChunks) {
-          dequantize(std::integral_constant<int, kNext>());
+          dequantize(std::integral_constant<int, kNext>(), parity);
         } else {
           before = stage;
           if (++stage == kStages) stage = 0, phase ^= 1;
           if (i + 1 < steps) {
             load();
-            dequantize(kFirst);
+            dequantize(kFirst, kNextParity);
           }
         }
         if constexpr (!C::kScaleWeights && kNext * C::kChunk % C::kUnit == 0) {
@@ -479,6 +482,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 #pragma unroll
           for (int j = 0; j < kCount; ++j) acc[j] = fmaf(of_rows[j / 2 % 2].scale, sums(j), acc[j]);
         }
+      });
+    };
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    load();
+    dequantize(kFirst, kFirst);
+#pragma unroll 1
+    for (int i = 0; i < steps;) {
+      unroll<C::kChunks % 2 + 1>([&](auto parity) {
+        if (i < steps) step(i++, parity);
       });
     }
     warpgroup_wait<0>();

@@ -346,6 +346,8 @@ void add_wgmma(std::vector<Instance>& to) {
   add_sharing<Config<128, 128, 128, 2>>(to);
   add_split<Config<128, 128, 128, 2>>(to);
   add_sharing<Config<128, 160, 64, 1>>(to);
+  add_sharing<Config<128, 160, 128, 1>>(to);
+  add_split<Config<128, 160, 128, 1>>(to);
   add_sharing<Config<128, 256, 128, 1>>(to);
 }
 
