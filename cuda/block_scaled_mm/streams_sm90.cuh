@@ -6,13 +6,12 @@
 #include <cuda/atomic>
 #include <random>
 
+#include "block_scaled_mm/config_sm90.cuh"
 #include "block_scaled_mm/sources.cuh"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
 
 namespace jax_qmm::block_scaled {
-
-constexpr int kRowBytes = 128;  // of a box of x or of results, the span of TMA's swizzle
 
 // Steps of a tile that a block multiplies at once.
 struct Piece {

@@ -1,4 +1,4 @@
-#include "block_scaled_mm/wgmma_sm90.cuh"
+#include "block_scaled_mm/launch_sm90.cuh"
 
 namespace jax_qmm::block_scaled {
 

@@ -30,103 +30,14 @@
 // With large tiles two are a cluster, which has neighbouring weights and shares x, of which each loads half for both.
 #pragma once
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-#include <algorithm>
-#include <array>
-
-#include "block_scaled_mm/dequantize_fp8.cuh"
 #include "block_scaled_mm/kernel.cuh"
 #include "block_scaled_mm/streams_sm90.cuh"
 #include "core/cluster.cuh"
 #include "cute/arch/cluster_sm90.hpp"
-#include "cute/arch/mma_sm90.hpp"
-#include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
-#include "cutlass/cuda_host_adapter.hpp"
 
 namespace jax_qmm::block_scaled {
-
-constexpr int kStep = 128;     // columns of a stage
-constexpr int kBoxBytes = 64;  // of a row of a box of weights
-
-// Of the 16-bit types and fp8.
-template <class T>
-struct ElementOf;
-template <>
-struct ElementOf<__nv_bfloat16> {
-  using Type = cutlass::bfloat16_t;
-};
-template <>
-struct ElementOf<__half> {
-  using Type = cutlass::half_t;
-};
-template <>
-struct ElementOf<Fp8> {
-  using Type = cutlass::float_e4m3_t;
-};
-
-// `ScaleWeights`: else the sums of each `Unit` columns are scaled.
-template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeights ? 64 : kStep,
-          bool Persistent = false>
-struct ConfigSm90 {
-  using Element = typename ElementOf<T>::Type;
-  // With few rows of x and weights of 4 bits a third warpgroup has products while two dequantize.
-  static constexpr bool kThree = Persistent && TileM == 16 && Bits == 4;
-  static constexpr int kTileM = TileM, kRows = kThree ? 192 : 128;  // of x, of weights
-  using Weights = std::conditional_t<ScaleWeights, ScalingDequantizer<Bits>, Dequantizer<T, Bits, false>>;
-  using Term = typename Weights::Term;
-  static constexpr bool kFp8 = std::is_same_v<T, Fp8>;
-  // Columns that are dequantized while those before are multiplied, and those of an instruction.
-  static constexpr bool kWholeSteps = Persistent && !kThree && (TileM <= 32 || kFp8);
-  static constexpr int kChunk = std::min(Unit, kWholeSteps ? kStep : 64);
-  static constexpr int kChunks = kStep / kChunk;
-  static constexpr int kFragmentK = 32 / int(sizeof(Element)), kFragments = kChunk / kFragmentK;
-  static constexpr int kColumnsX = kRowBytes / int(sizeof(Element)), kBoxesX = kStep / kColumnsX;
-  using Mma = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<Element, Element, float,
-                                 cute::Shape<cute::_64, cute::Int<TileM>, cute::Int<kFragmentK>>>(),
-      cute::Layout<cute::Shape<cute::Int<kRows / 64>, cute::_1, cute::_1>>{}));
-  static constexpr int kBits = Bits;
-  static constexpr int kPitch = kRows + 4;  // of sums: the stores of fragments hit distinct banks
-  static constexpr int kMathWarps = kRows / 16, kMathThreads = 32 * kMathWarps;
-  static constexpr bool kScaleWeights = ScaleWeights, kPersistent = Persistent;
-  static constexpr int kUnit = Unit;                                 // columns that have a term
-  static constexpr int kShare = Persistent && TileM >= 256 ? 2 : 1;  // blocks of a cluster that share x
-  static constexpr int kBlocksPerSm = TileM <= 16 && !Persistent ? 2 : 1;
-  // Where math warps need more registers than there are for each, the others make a warpgroup, which leaves them some.
-  static constexpr bool kMovesRegisters = TileM >= 64 || Persistent;
-  static constexpr int kThreads = kMathThreads + (kMovesRegisters ? 128 : 64);
-  static constexpr int kRegisters = kThree ? 88 : 72, kMathRegisters = kThree ? 136 : 216;  // of a warpgroup each
-  static constexpr int kTermsWarps = kMovesRegisters ? 2 : 1;
-  static constexpr int kBytesX = kRowBytes * TileM, kBoxesW = Bits / 4, kTerms = kStep / kUnit;  // of a stage
-  static constexpr int kWords = (kFp8 ? 8 : 4) * kBoxesW;  // that a lane takes of a row of a stage
-  static constexpr int kStageBytes =
-      kBoxesX * kBytesX + kBoxesW * kRows * kBoxBytes + kTerms * kRows * int(sizeof(Term));
-  // What persistent blocks have of results in shared memory: slots, each of so many rows of x.
-  static constexpr int kSlotRows = std::min(TileM, 64), kSlotBytes = Persistent ? 2 * kRows * kSlotRows : 0;
-  static constexpr int kBytes = 227 * 1024 / kBlocksPerSm - 2048;
-  static constexpr int kStages = std::min(8, (kBytes - kSlotBytes) / kStageBytes);
-  static constexpr int kSlots =
-      Persistent ? std::min(TileM / kSlotRows, (kBytes - kStages * kStageBytes) / kSlotBytes) : 0;
-  // Where there are few stages, the halves of a stage's x come and go by themselves.
-  static constexpr bool kHalves = TileM >= 128 && kBoxesX == 2;
-  struct Stages {
-    alignas(1024) uint8_t x[kStages][kBoxesX][kBytesX];
-    alignas(128) uint8_t w[kStages][kBoxesW][kRows][kBoxBytes];
-    alignas(16) Term terms[kStages][kTerms][kRows];
-    uint64_t full[kStages], empty[kStages], second_full[kStages], second_empty[kStages], met, added;
-  };
-  struct StagesAndSlots : Stages {
-    alignas(1024) uint8_t slots[std::max(kSlots, 1)][kRows / 64][kSlotRows][kRowBytes];
-  };
-  using Shared = std::conditional_t<Persistent, StagesAndSlots, Stages>;
-  static_assert(kStages >= 2, "a stage is free again when the next one's products are under way");
-  static_assert(Persistent || (TileM + 7) * kPitch * 4 <= kStageBytes * kStages, "sums take the place of the stages");
-};
-
-template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeights ? 64 : kStep>
-using PersistentSm90 = ConfigSm90<T, Bits, TileM, ScaleWeights, Unit, true>;
 
 // What is particular to these kernels.
 struct ParamsSm90 {
@@ -546,103 +457,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     if (threadIdx.x % 128 == 0) tma_store_wait<0>();
   }
   if constexpr (kShare > 1) finish_cluster();
-}
-
-// Has TMA load boxes of a matrix of 3 dimensions, and zeros for what is beyond.
-inline cudaError_t make_boxes(void const* data, CUtensorMapDataType type, std::array<int64_t, 3> shape,
-                              std::array<int64_t, 2> strides, int columns, int rows, CUtensorMapSwizzle swizzle,
-                              CUtensorMap& boxes) {
-  cuuint64_t const sizes[] = {cuuint64_t(shape[0]), cuuint64_t(shape[1]), cuuint64_t(shape[2])};
-  cuuint64_t const bytes[] = {cuuint64_t(strides[0]), cuuint64_t(strides[1])};
-  cuuint32_t const box[] = {cuuint32_t(columns), cuuint32_t(rows), 1}, steps[] = {1, 1, 1};
-  CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
-      &boxes, type, 3, const_cast<void*>(data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-// The blocks of a cluster share x, or K.
-template <class C>
-LaunchShape shape_of(dim3 grid, int parts = 1) {
-  return {grid, C::kThreads, sizeof(typename C::Shared), dim3(C::kShare, parts)};
-}
-
-template <class C>
-cudaError_t prepare_wgmma(bool& fits) {
-  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C>({}), fits);
-}
-
-template <class C>
-Instance describe_sm90(DType in) {
-  return {in,    C::kBits,        false, C::kUnit,         C::kTileM,      C::kRows,
-          kStep, C::kBlocksPerSm, true,  C::kScaleWeights, C::kPersistent, C::kShare};
-}
-
-template <class C>
-cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& submit) {
-  Params params = make_params<C>(problem);
-  int const parts = C::kPersistent ? 1 : count_parts(problem, kStep, split);
-  params.k_of_part = int(ceil_div(ceil_div(problem.k, kStep), parts) * kStep);
-
-  bool const x_batched = problem.x_batch_stride != 0, w_batched = problem.w_batch_stride != 0;
-  // Sums that are left in memory are of whole tiles, so that there x has zeros for the rows beyond it.
-  int const box_rows = C::kPersistent ? C::kTileM / C::kShare : std::min(C::kTileM, problem.m);
-  int64_t const m = problem.m, n = problem.n, k = problem.k, row_bytes = problem.row_bytes(), batch = problem.batch;
-  CUtensorMap boxes_x, boxes_w, boxes_out{};
-  int64_t const size = sizeof(typename C::Element);
-  auto const type = C::kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  cudaError_t error = make_boxes(problem.x, type, {k, m, x_batched ? batch : 1}, {size * k, size * m * k}, C::kColumnsX,
-                                 box_rows, CU_TENSOR_MAP_SWIZZLE_128B, boxes_x);
-  if (error == cudaSuccess) {
-    error = make_boxes(problem.w, CU_TENSOR_MAP_DATA_TYPE_UINT8, {row_bytes, n, w_batched ? batch : 1},
-                       {row_bytes, n * row_bytes}, kBoxBytes, C::kRows, CU_TENSOR_MAP_SWIZZLE_NONE, boxes_w);
-  }
-  if (error != cudaSuccess) return error;
-  ParamsSm90 own{box_rows, x_batched, w_batched, {}, nullptr, 0, nullptr};
-  LaunchShape shape = shape_of<C>(dim3(params.tiles_m * params.tiles_n * unsigned(batch), parts), parts);
-  if constexpr (C::kPersistent) {
-    Gpu const* gpu;
-    if ((error = current_gpu(gpu))) return error;
-    error = make_boxes(problem.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, {n, m, batch}, {2 * n, 2 * n * m}, 64, C::kSlotRows,
-                       CU_TENSOR_MAP_SWIZZLE_128B, boxes_out);
-    if (error != cudaSuccess) return error;
-    own.streams = streams_of(describe_sm90<C>(problem.in), problem, split, *gpu);
-    shape = shape_of<C>(own.streams.blocks());
-    if (own.streams.share_tiles) {
-      own.left = static_cast<Flag*>(problem.workspace), own.is_left = is_left();
-      own.sums = reinterpret_cast<float4*>(own.left + own.streams.flags());
-    }
-  }
-  return jax_qmm::launch(submit, shape, wgmma_kernel<C>, params, own, boxes_x, boxes_w, boxes_out);
-}
-
-template <class C>
-Instance instance_sm90(DType in) {
-  Instance i = describe_sm90<C>(in);
-  i.prepare = prepare_wgmma<C>;
-  i.launch = launch_wgmma<C>;
-  return i;
-}
-
-// Of 16-bit x.
-template <class T, int kBits>
-void add_wgmma(DType in, std::vector<Instance>& to) {
-  to.push_back(instance_sm90<ConfigSm90<T, kBits, 8, false>>(in));
-  to.push_back(instance_sm90<ConfigSm90<T, kBits, 16, false>>(in));
-  to.push_back(instance_sm90<ConfigSm90<T, kBits, 32, false>>(in));
-  to.push_back(instance_sm90<ConfigSm90<T, kBits, 64, false>>(in));
-  to.push_back(instance_sm90<PersistentSm90<T, kBits, 16, false>>(in));
-  to.push_back(instance_sm90<PersistentSm90<T, kBits, 32, false>>(in));
-  to.push_back(instance_sm90<PersistentSm90<T, kBits, 64, false>>(in));
-  if constexpr (!kIsBf16<T>) {  // whose range scaled weights may leave
-    to.push_back(instance_sm90<ConfigSm90<T, kBits, 128, false>>(in));
-  } else {
-    to.push_back(instance_sm90<ConfigSm90<T, kBits, 64, true>>(in));
-    to.push_back(instance_sm90<ConfigSm90<T, kBits, 128, true>>(in));
-    to.push_back(instance_sm90<ConfigSm90<T, kBits, 256, true>>(in));
-    to.push_back(instance_sm90<PersistentSm90<T, kBits, 128, true>>(in));
-    to.push_back(instance_sm90<PersistentSm90<T, kBits, 256, true>>(in));
-  }
 }
 
 }  // namespace jax_qmm::block_scaled

@@ -22,7 +22,7 @@ struct Params {
   int m, n, taps;
   int64_t lhs_batch_stride, rhs_batch_stride, out_batch_stride;
   unsigned blocks_m;
-  int log2_threads;  // that have the channels of one pixel
+  int threads;  // that have the channels of one pixel
   Window window;
   Divisor taps_y, taps_x;
   EpilogueArgs<true> epilogue;
@@ -113,22 +113,22 @@ __global__ void __launch_bounds__(kThreads, 6) depthwise_kernel(Params p) {
   using Words = std::conditional_t<kWords == 1, uint32_t, uint4>;
   static_assert(sizeof(Words) == 4 * kWords);
   extern __shared__ __align__(128) uint8_t bytes[];
-  int const all = 4 * kWords << p.log2_threads;  // channels of the block
+  int const all = 4 * kWords * p.threads;  // channels of the block
   int const l = blockIdx.x / p.blocks_m, first_of_block = blockIdx.y * all;
   Shared shared(bytes, p.taps, all);
   begin();
   shared.load(p, l, first_of_block);
   __syncthreads();
 
-  int const channel = 4 * kWords * (threadIdx.x & ((1 << p.log2_threads) - 1)),
-            first_channel = first_of_block + channel;
-  if (first_channel >= p.n) return;
+  int const apart = kThreads / p.threads;  // pixels at once
+  int const own_pixel = threadIdx.x / p.threads, channel = 4 * kWords * (threadIdx.x % p.threads);
+  int const first_channel = first_of_block + channel;
+  if (own_pixel >= apart || first_channel >= p.n) return;
   FullOutput const output = p.epilogue.output.at(l);
   bool const has_zero_points = p.epilogue.azp.data != nullptr;
-  int const apart = kThreads >> p.log2_threads;  // pixels at once
 #pragma unroll 1
   for (int i = 0; i < kPixels; ++i) {
-    int const m = (int(blockIdx.x % p.blocks_m) * kPixels + i) * apart + (threadIdx.x >> p.log2_threads);
+    int const m = (int(blockIdx.x % p.blocks_m) * kPixels + i) * apart + own_pixel;
     if (m >= p.m) return;
     int corner[kSpatial];
     int const image = p.window.corner_of(m, corner);
@@ -179,10 +179,10 @@ cudaError_t prepare(bool& fits) {
 template <int kWords>
 cudaError_t launch(Conv const& problem, Submit const& submit) {
   constexpr int kChannels = 4 * kWords;  // of a thread
-  int const log2_threads = log2_threads_of(problem.n, kChannels);
-  int const channels = kChannels << log2_threads;
+  int const threads = threads_of_place(problem.n, kChannels);
+  int const channels = kChannels * threads;
   int const taps = problem.taps[0] * problem.taps[1] * problem.taps[2];
-  unsigned const blocks_m = unsigned(ceil_div(problem.m, kPixels * (kThreads >> log2_threads)));
+  unsigned const blocks_m = unsigned(ceil_div(problem.m, kPixels * (kThreads / threads)));
   Params const params{static_cast<uint8_t const*>(problem.a),
                       static_cast<uint8_t const*>(problem.b),
                       problem.out,
@@ -193,7 +193,7 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
                       problem.b_batch_stride,
                       problem.out_batch_stride,
                       blocks_m,
-                      log2_threads,
+                      threads,
                       Window(problem),
                       Divisor(problem.taps[1]),
                       Divisor(problem.taps[2]),

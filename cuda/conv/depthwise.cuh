@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "core/launch.h"
 
@@ -10,14 +11,20 @@ namespace jax_qmm::conv {
 
 constexpr int kThreads = 128, kMostChannels = 128;  // of a block
 
-// The logarithm of how many threads, of so many channels each, have all of one place's: fewer where less of the last
-// block would be idle, as with 144.
-inline int log2_threads_of(int channels, int channels_of_thread) {
-  auto const covered = [&](int log2) { return ceil_div(channels, channels_of_thread << log2) << log2; };
-  int log2 = 0;
-  while (channels_of_thread << log2 < std::min(channels, kMostChannels)) ++log2;
-  while (log2 > 1 && covered(log2 - 1) < covered(log2)) --log2;
-  return log2;
+// How many threads, of so many channels each, have all of one place's or an even part of them: as many as leave the
+// fewest threads idle, but for parts that are less than what memory gives at once.
+inline int threads_of_place(int channels, int channels_of_thread) {
+  int const all = int(ceil_div(channels, channels_of_thread)), most = kMostChannels / channels_of_thread;
+  int const least = std::min(all, int(ceil_div(32, channels_of_thread)));
+  int best = 0;
+  double fewest = std::numeric_limits<double>::infinity();
+  for (int parts = int(ceil_div(all, most)); ceil_div(all, parts) >= least; ++parts) {
+    int const threads = int(ceil_div(all, parts));
+    double const blocks = double(parts) / (kThreads / threads);
+    if (blocks < fewest) best = threads, fewest = blocks;
+    if (threads == 1) break;
+  }
+  return best;
 }
 
 // Four words of four bytes each, by columns in place of rows.

@@ -48,7 +48,7 @@ struct Params {
   int height, width, pixels_down, pixels_across, above, left;
   unsigned line_stride;
   unsigned blocks_of_entry;
-  int log2_threads;  // that have the channels of one tile
+  int threads;  // that have the channels of one tile
   EpilogueArgs<true> epilogue;
 };
 
@@ -90,19 +90,20 @@ __device__ void load(Params const& p, int l, int first_channel, int channels, ty
 template <class C>
 __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm) depthwise_square_kernel(Params const p) {
   __shared__ __align__(16) typename C::Shared shared;
-  int const l = blockIdx.x / p.blocks_of_entry, first_of_block = blockIdx.y * (4 << p.log2_threads);
+  int const l = blockIdx.x / p.blocks_of_entry, first_of_block = blockIdx.y * 4 * p.threads;
   begin();
-  load<C>(p, l, first_of_block, 4 << p.log2_threads, shared);
+  load<C>(p, l, first_of_block, 4 * p.threads, shared);
   __syncthreads();
 
-  int const of_four = threadIdx.x & ((1 << p.log2_threads) - 1), first_channel = first_of_block + 4 * of_four;
-  if (first_channel >= p.n) return;
+  int const apart = kThreads / p.threads;  // tiles at once
+  int const own_tile = threadIdx.x / p.threads, of_four = threadIdx.x % p.threads;
+  int const first_channel = first_of_block + 4 * of_four;
+  if (own_tile >= apart || first_channel >= p.n) return;
   FullOutput const output = p.epilogue.output.at(l);
   bool const has_zero_points = p.epilogue.azp.data != nullptr;
-  int const apart = kThreads >> p.log2_threads;  // tiles at once
 #pragma unroll 1
   for (int i = 0; i < p.tiles_of_thread; ++i) {
-    int tile = (int(blockIdx.x % p.blocks_of_entry) * p.tiles_of_thread + i) * apart + (threadIdx.x >> p.log2_threads);
+    int tile = (int(blockIdx.x % p.blocks_of_entry) * p.tiles_of_thread + i) * apart + own_tile;
     if (tile >= p.tiles) return;
     int const image = p.tiles_of_image.divide(tile);
     int const first_y = p.tiles_across.divide(tile) * C::kDown, first_x = tile * C::kAcross;
@@ -220,16 +221,16 @@ template <class C>
 cudaError_t launch(Conv const& problem, Submit const& submit) {
   Gpu const* gpu;
   if (cudaError_t const error = current_gpu(gpu)) return error;
-  int const log2_threads = log2_threads_of(problem.n, 4);
+  int const threads = threads_of_place(problem.n, 4);
   Window const window(problem);
   int const down = int(ceil_div(problem.pixels[1], C::kDown)), across = int(ceil_div(problem.pixels[2], C::kAcross));
   int const tiles = problem.images * down * across;
   // As many tiles of a thread as leave several blocks to each place on the GPU: weights are loaded once for all.
-  int const threads_of_tile = 1 << log2_threads, blocks_n = int(ceil_div(problem.n, 4 << log2_threads));
+  int const blocks_n = int(ceil_div(problem.n, 4 * threads));
   double const places = double(gpu->sm_count) * C::kBlocksPerSm * kThreads;
-  double const to_do = double(tiles) * threads_of_tile * blocks_n * problem.batch;
+  double const to_do = double(tiles) * threads * blocks_n * problem.batch;
   int const tiles_of_thread = int(std::clamp(to_do / (4 * places), 1.0, 4.0));
-  unsigned const blocks = unsigned(ceil_div(tiles, int64_t(tiles_of_thread) * (kThreads / threads_of_tile)));
+  unsigned const blocks = unsigned(ceil_div(tiles, int64_t(tiles_of_thread) * (kThreads / threads)));
   Params const params{static_cast<uint8_t const*>(problem.a),
                       static_cast<uint8_t const*>(problem.b),
                       problem.out,
@@ -250,7 +251,7 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
                       problem.before[2],
                       unsigned(problem.image[2]) * unsigned(problem.n),
                       blocks,
-                      log2_threads,
+                      threads,
                       epilogue_args<true>(problem)};
   LaunchShape const shape{dim3(blocks * unsigned(problem.batch), unsigned(blocks_n)), kThreads};
   return jax_qmm::launch(submit, shape, depthwise_square_kernel<C>, params);

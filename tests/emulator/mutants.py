@@ -55,9 +55,9 @@ TESTS = {
         BLOCKS_SM90.format("test_shapes_and_blocks[130-140-1416-320-none-bfloat16-4]"),
     ],
     "weights of streams": [
-        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[257-264-392-128-batch1-float16-4-bfloat16]"),
-        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[300-136-1416-64-batch0-bfloat16-4-bfloat16]"),
-        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-4-bfloat16]"),
+        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[257-264-392-128-batch1-float16-bfloat16-4]"),
+        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[300-136-1416-64-batch0-bfloat16-bfloat16-4]"),
+        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-bfloat16-4]"),
     ],
     "weights in fp8": [
         BLOCKS_SM90.format("test_shapes_and_blocks[1-129-520-256-int8-float8_e4m3fn-4]"),
@@ -152,7 +152,7 @@ SHORT_WINDOWS, RESIDUAL = "conv/short_window.cu", "conv/residual.cuh"
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
 WRITE_ROWS, RESIDENT_B = "scaled_mm/write_rows.cuh", "scaled_mm/resident.cuh"
 ADD_PARTS = "scaled_mm/split_k.cu"
-WEIGHTS, STREAMS = (f"block_scaled_mm/{name}_sm90.cuh" for name in ("wgmma", "streams"))
+WEIGHTS, STREAMS, LAUNCH = (f"block_scaled_mm/{name}_sm90.cuh" for name in ("wgmma", "streams", "launch"))
 EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
 FP8_WEIGHTS = "block_scaled_mm/dequantize_fp8.cuh"
 EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
@@ -372,12 +372,12 @@ MUTANTS = [
         "depthwise: a line beyond the image", "conv/window.cuh", "unsigned(y) < image[1]", "unsigned(y) <= image[1]"
     ),
     Mutant("depthwise: one pixel too many", DEPTHWISE, "if (m >= p.m) return;", "if (m > p.m) return;"),
-    Mutant("depthwise: channels beyond the last", DEPTHWISE, "  if (first_channel >= p.n) return;\n"),
+    Mutant("depthwise: channels beyond the last", DEPTHWISE, " || first_channel >= p.n) return", ") return"),
     Mutant("depthwise: weights beyond the last tap", DEPTHWISE, "tap < p.taps && first", "first"),
     Mutant("depthwise: no barrier before what is shared is read", DEPTHWISE, "  __syncthreads();\n"),
     Mutant("depthwise: 16 channels everywhere", DEPTHWISE, "uintptr_t(p.n)) %", "0) %"),
     Mutant("squares: one tile too many", SQUARES, "if (tile >= p.tiles) return;", "if (tile > p.tiles) return;"),
-    Mutant("squares: channels beyond the last", SQUARES, "  if (first_channel >= p.n) return;\n"),
+    Mutant("squares: channels beyond the last", SQUARES, " || first_channel >= p.n) return", ") return"),
     Mutant("squares: no barrier before what is shared is read", SQUARES, "  __syncthreads();\n"),
     Mutant("squares: pixels right of the image", SQUARES, "? has_lines : 0", "? has_lines : has_lines"),
     Mutant("squares: lines below the image", SQUARES, "min(max(y, 0), p.height - 1)", "max(y, 0)"),
@@ -492,7 +492,7 @@ MUTANTS = [
         "      release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], 0);\n",
     ),
     Mutant(
-        "weights of streams: no room for others' zeros", WEIGHTS, "C::kPersistent ? C::kTileM / C::kShare", "false ? 1"
+        "weights of streams: no room for others' zeros", LAUNCH, "C::kPersistent ? C::kTileM / C::kShare", "false ? 1"
     ),
     Mutant("weights of streams: columns of another row", STREAMS, "(columns ^ row % 8) * 16", "columns * 16"),
     Mutant(
@@ -502,6 +502,24 @@ MUTANTS = [
         "weights of streams: a slot is written while it is stored",
         STREAMS,
         "      if (leads) cute::tma_store_wait<C::kSlots - 1>();\n",
+    ),
+    Mutant(
+        "weights of streams: fragments are overwritten while they are multiplied",
+        WEIGHTS,
+        "(parity + C::kChunks) % 2> kNextParity",
+        "0> kNextParity",
+    ),
+    Mutant("weights of streams: terms of another step", WEIGHTS, "(begin + step) % kStages]", "begin]"),
+    Mutant(
+        "weights of streams: terms for a stage in use",
+        WEIGHTS,
+        "              if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);\n",
+    ),
+    Mutant(
+        "weights of streams: sums of more blocks than there are",
+        STREAMS,
+        "count) continue;\n#pragma unroll\n        for (int i = 0; i < kAtOnce; i += 4) {\n          float*",
+        "2 * count) continue;\n#pragma unroll\n        for (int i = 0; i < kAtOnce; i += 4) {\n          float*",
     ),
     Mutant("weights of streams: biases beyond the last column", STREAMS, "n < p.n ? p.bias", "true ? p.bias"),
     Mutant(
