@@ -5,16 +5,20 @@
 #include <algorithm>
 
 #include "block_scaled_mm/dequantize_fp8.cuh"
+#include "block_scaled_mm/dequantize_int8.cuh"
 #include "cute/arch/mma_sm90.hpp"
 #include "cute/tensor.hpp"
+#include "scaled_mm/epilogue.cuh"
 
 namespace jax_qmm::block_scaled {
+
+struct NoEpilogue {};
 
 constexpr int kRowBytes = 128;  // of a box of x or of results, the span of TMA's swizzle
 constexpr int kStep = 128;      // columns of a stage
 constexpr int kBoxBytes = 64;   // of a row of a box of weights
 
-// Of the 16-bit types and fp8.
+// Of the 16-bit types, fp8 and int8.
 template <class T>
 struct ElementOf;
 template <>
@@ -29,6 +33,10 @@ template <>
 struct ElementOf<Fp8> {
   using Type = cutlass::float_e4m3_t;
 };
+template <>
+struct ElementOf<int8_t> {
+  using Type = int8_t;
+};
 
 // `ScaleWeights`: else the sums of each `Unit` columns are scaled.
 template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeights ? 64 : kStep,
@@ -38,9 +46,12 @@ struct ConfigSm90 {
   // With few rows of x and weights of 4 bits a third warpgroup has products while two dequantize.
   static constexpr bool kThree = Persistent && TileM == 16 && Bits == 4;
   static constexpr int kTileM = TileM, kRows = kThree ? 192 : 128;  // of x, of weights
-  using Weights = std::conditional_t<ScaleWeights, ScalingDequantizer<Bits>, Dequantizer<T, Bits, false>>;
+  static constexpr bool kFp8 = std::is_same_v<T, Fp8>, kInt8 = std::is_same_v<T, int8_t>;
+  using Scaling = std::conditional_t<kInt8, IntegerDequantizer, ScalingDequantizer<Bits>>;
+  using Weights = std::conditional_t<ScaleWeights, Scaling, Dequantizer<T, Bits, false>>;
   using Term = typename Weights::Term;
-  static constexpr bool kFp8 = std::is_same_v<T, Fp8>;
+  using Sum = std::conditional_t<kInt8, int32_t, float>;
+  using Epilogue = std::conditional_t<kInt8, EpilogueArgs<false>, NoEpilogue>;  // of rows of x and of weights
   // Columns that are dequantized while those before are multiplied, and those of an instruction.
   static constexpr bool kWholeSteps = Persistent && !kThree && (TileM <= 32 || kFp8);
   static constexpr int kChunk = std::min(Unit, kWholeSteps ? kStep : 64);
@@ -48,7 +59,7 @@ struct ConfigSm90 {
   static constexpr int kFragmentK = 32 / int(sizeof(Element)), kFragments = kChunk / kFragmentK;
   static constexpr int kColumnsX = kRowBytes / int(sizeof(Element)), kBoxesX = kStep / kColumnsX;
   using Mma = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<Element, Element, float,
+      cute::GMMA::rs_op_selector<Element, Element, Sum,
                                  cute::Shape<cute::_64, cute::Int<TileM>, cute::Int<kFragmentK>>>(),
       cute::Layout<cute::Shape<cute::Int<kRows / 64>, cute::_1, cute::_1>>{}));
   static constexpr int kBits = Bits;

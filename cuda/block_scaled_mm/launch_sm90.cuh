@@ -74,7 +74,7 @@ cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& 
       own.sums = reinterpret_cast<float4*>(own.left + own.streams.flags());
     }
   }
-  return jax_qmm::launch(submit, shape, wgmma_kernel<C>, params, own, boxes_x, boxes_w, boxes_out);
+  return jax_qmm::launch(submit, shape, wgmma_kernel<C>, params, own, NoEpilogue{}, boxes_x, boxes_w, boxes_out);
 }
 
 template <class C>

@@ -92,17 +92,36 @@ __device__ void add_sums(float (&acc)[kCount], float4 const* from, Flag* left, F
 // Writes the results of a tile, of 16 bits. A warpgroup has 64 columns, the span of TMA's swizzle, of some rows in a
 // slot after the other; `slot` is the next one.
 template <class C, int kCount>
-__device__ void write_sums(Params const& p, CUtensorMap const& boxes_out, typename C::Shared& shared,
-                           float const (&acc)[kCount], Piece const& piece, int& slot) {
+__device__ void write_sums(Params const& p, typename C::Epilogue const& epilogue, CUtensorMap const& boxes_out,
+                           typename C::Shared& shared, typename C::Sum const (&acc)[kCount], Piece const& piece,
+                           int& slot) {
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / 4, first_n = piece.first_n + 16 * warp;
   bool const leads = threadIdx.x % 128 == 0;
   auto const sync_group = [&] { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); };
   float bias[2];
+  [[maybe_unused]] float column_scale[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int const n = first_n + lane / 4 + 8 * h;
-    bias[h] = n < p.n ? p.bias.load(piece.l, n) : 0;
+    if constexpr (C::kInt8) {
+      int const there = min(n, p.n - 1);
+      bias[h] = epilogue.bias.load(piece.l, there), column_scale[h] = epilogue.scale_b.load(piece.l, there);
+    } else {
+      bias[h] = n < p.n ? p.bias.load(piece.l, n) : 0;
+    }
   }
+  // The results of two rows of x, from m on.
+  auto const results_of = [&](auto const* two, int m, int h, float (&y)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (C::kInt8) {
+        float const row_scale = epilogue.scale_a.load(piece.l, min(piece.first_m + m + i, p.m - 1));
+        y[i] = scale(two[i], Terms<false, Value>{row_scale, column_scale[h], bias[h]});
+      } else {
+        y[i] = two[i] + bias[h];
+      }
+    }
+  };
   // Lane 8i + r has the place of row r of matrix i, of four: columns 0 and 8 of rows 0, then of rows 8.
   int const row = lane / 16 * 8 + lane % 8, columns = 2 * (warp % 4) + lane / 8 % 2;
   int const at = row * kRowBytes + (columns ^ row % 8) * 16;
@@ -117,8 +136,8 @@ __device__ void write_sums(Params const& p, CUtensorMap const& boxes_out, typena
         uint32_t pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float const* const two = &acc[(first + m) / 2 + 2 * i];
-          float const y[2] = {two[0] + bias[i % 2], two[1] + bias[i % 2]};
+          float y[2];
+          results_of(&acc[(first + m) / 2 + 2 * i], first + m + i / 2 * 8 + lane % 4 * 2, i % 2, y);
           int const integers[2] = {};
           pairs[i] = output.template round<uint32_t, 2>(y, integers);
         }

@@ -1,8 +1,8 @@
-// Products of 16-bit and fp8 x by Hopper's warpgroup-level tensor cores: y^T = w x^T. Weights are the operand that
-// comes from registers, whose fragments are those of mma.sync: of 16 bits their stored order serves both, of fp8 a lane
-// takes the words of two. TMA brings x and weights to shared memory, from which each math warp takes 16 rows of
-// weights. Where a block has few rows of x, or x is fp8, sums are scaled; else weights are, so that all registers are
-// left to the sums.
+// Products of 16-bit, fp8 and int8 x by Hopper's warpgroup-level tensor cores: y^T = w x^T. Weights are the operand
+// that comes from registers, whose fragments are those of mma.sync: of 16 bits their stored order serves both, of fp8 a
+// lane takes the words of two, and of int8 (expanded_mm/streams_sm90.cu) halves of words of a plain row. TMA brings x
+// and weights to shared memory, from which each math warp takes 16 rows of weights. Where a block has few rows of x, or
+// x is fp8, sums are scaled; else weights are, so that all registers are left to the sums.
 //
 //   warps                role
 //   0 ... kMathWarps-1   warpgroups that dequantize and multiply, each 64 rows of weights; they write the results
@@ -51,8 +51,9 @@ struct ParamsSm90 {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
-    wgmma_kernel(Params const p, ParamsSm90 const own, CUTE_GRID_CONSTANT CUtensorMap const boxes_x,
-                 CUTE_GRID_CONSTANT CUtensorMap const boxes_w, CUTE_GRID_CONSTANT CUtensorMap const boxes_out) {
+    wgmma_kernel(Params const p, ParamsSm90 const own, typename C::Epilogue const epilogue,
+                 CUTE_GRID_CONSTANT CUtensorMap const boxes_x, CUTE_GRID_CONSTANT CUtensorMap const boxes_w,
+                 CUTE_GRID_CONSTANT CUtensorMap const boxes_out) {
   using namespace cute;
   using Element = typename C::Element;
   using Term = typename C::Term;
@@ -247,8 +248,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
               Term(&terms)[kTerms][kRows] = shared.terms[(begin + step) % kStages];
 #pragma unroll
               for (int j = 0; j < kCount; ++j) {
-                float const scale = to_float(scale_bits[j], p.scale.dtype);
-                terms[unit_of_step][first_row + 32 / kUnits * j] = C::Weights::term(scale, zero_bits[j], DType::kS8);
+                Term& term = terms[unit_of_step][first_row + 32 / kUnits * j];
+                if constexpr (C::kInt8) {
+                  term = C::Weights::term(scale_bits[j], zero_bits[j]);
+                } else {
+                  term = C::Weights::term(to_float(scale_bits[j], p.scale.dtype), zero_bits[j], DType::kS8);
+                }
               }
             }
             __syncwarp();
@@ -266,7 +271,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
           make_terms(scale_type, std::false_type());
         }
       };
-      if (bytes_of(p.scale.dtype) == 2) {
+      if constexpr (C::kInt8) {
+        with_zeros(uint8_t());
+      } else if (bytes_of(p.scale.dtype) == 2) {
         with_zeros(uint16_t());
       } else {
         with_zeros(uint32_t());
@@ -295,9 +302,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 
   each_piece([&](Piece const& piece) {
     int const steps = piece.steps;
-    [[maybe_unused]] float scaled_sums[kCount] = {};
+    using Sum = typename C::Sum;
+    [[maybe_unused]] Sum scaled_sums[kCount] = {};
     // In place, as there are no registers for copies.
-    float (&acc)[kCount] = C::kScaleWeights ? reinterpret_cast<float (&)[kCount]>(*sums.data()) : scaled_sums;
+    Sum(&acc)[kCount] = C::kScaleWeights ? reinterpret_cast<Sum(&)[kCount]>(*sums.data()) : scaled_sums;
     // What step i has in a stage is free, if it is loaded again.
     auto const release = [&](uint64_t* empty, int i) {
       if (i >= 0 && (C::kPersistent || i + kStages < steps) && lane < kShare) {
@@ -310,6 +318,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int i = 0; i < C::kWords; i += 4) {
+          if constexpr (C::kInt8) {
+            uint8_t const* const weights = shared.w[stage][0][row + 8 * h];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              int const at = 16 * (j ^ (row / 2 + 4 * h) % 4) + lane % 4 / 2 * 4;  // as TMA swizzles rows of 64 bytes
+              words[h][j] = C::Weights::gather(*reinterpret_cast<uint32_t const*>(weights + at),
+                                               *reinterpret_cast<uint32_t const*>(weights + at + 8), lane);
+            }
+            continue;
+          }
           int const box = C::kFp8 ? 0 : i / 4, part = C::kFp8 ? lane % 2 * 2 + i / 4 : lane % 4;
           uint4 const four = *reinterpret_cast<uint4 const*>(&shared.w[stage][box][row + 8 * h][16 * part]);
           words[h][i] = four.x, words[h][i + 1] = four.y, words[h][i + 2] = four.z, words[h][i + 3] = four.w;
@@ -324,7 +342,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         Term const& term = terms[h][chunk * C::kChunk / C::kUnit];
-        if constexpr (C::kFp8) {
+        if constexpr (C::kInt8) {
+#pragma unroll
+          for (int f = 0; f < C::kFragments; ++f) {
+            Term const& term = terms[h][(chunk * C::kChunk + f * C::kFragmentK) / C::kUnit];
+            C::Weights::fours(words[h][chunk * C::kFragments + f], term, to[f][h], to[f][2 + h]);
+          }
+        } else if constexpr (C::kFp8) {
 #pragma unroll
           for (int f = 0; f < C::kFragments; ++f) {
             int const word = chunk * C::kFragments + f;
@@ -387,11 +411,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
             dequantize(kFirst, kNextParity);
           }
         }
-        if constexpr (!C::kScaleWeights && kNext * C::kChunk % C::kUnit == 0) {
-          warpgroup_wait<0>();
-          warpgroup_fence_operand(sums);
+        if constexpr (!C::kScaleWeights) {
+          if constexpr (kNext * C::kChunk % C::kUnit == 0) {
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(sums);
 #pragma unroll
-          for (int j = 0; j < kCount; ++j) acc[j] = fmaf(of_rows[j / 2 % 2].scale, sums(j), acc[j]);
+            for (int j = 0; j < kCount; ++j) acc[j] = fmaf(of_rows[j / 2 % 2].scale, sums(j), acc[j]);
+          }
         }
       });
     };
@@ -407,7 +433,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     warpgroup_wait<0>();
     warpgroup_fence_operand(sums);
     cudaGridDependencySynchronize();  // the bias is next, and what others leave
-    if constexpr (C::kPersistent) {
+    if constexpr (C::kInt8) {
+      release(&shared.empty[before], 0);
+      write_sums<C>(p, epilogue, boxes_out, shared, acc, piece, slot);
+    } else if constexpr (C::kPersistent) {
       release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], 0);
       // What a block leaves is of the first piece it has, and for a tile of the stream before its own.
       auto const sums_of = [&](int block) { return own.sums + int64_t(block) * (kCount / 4 * C::kMathThreads); };
@@ -418,7 +447,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         while (own.streams.begin(stream + 1 + others) < end - steps + all_steps) ++others;
         add_sums<C::kMathThreads>(acc, sums_of(next), &own.left[next], own.is_left, others);
       }
-      write_sums<C>(p, boxes_out, shared, acc, piece, slot);
+      write_sums<C>(p, epilogue, boxes_out, shared, acc, piece, slot);
     } else {
       int const rows = rows_of(piece), tile_m = min(kTileM, p.m - piece.first_m);
       finish_stages(piece);

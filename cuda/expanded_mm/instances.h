@@ -15,7 +15,8 @@ struct Instance {
   cudaError_t (*launch)(ExpandedMm const&, Submit const&);
   int tile_m = 0, tile_n = 0, tile_k = 0, blocks_per_sm = 0;
   int shared_bytes = 0;
-  bool few_rows = false;  // serves up to kFewRows
+  bool few_rows = false;                        // serves up to kFewRows
+  bool (*serves)(ExpandedMm const&) = nullptr;  // or all
   // Of those of Hopper alone.
   bool wgmma = false;
   int parts = 1;  // of K, a block of the cluster each
@@ -28,5 +29,6 @@ struct Instance {
 void add_few_rows(std::vector<Instance>& to);
 void add_multistage(std::vector<Instance>& to);
 void add_wgmma(std::vector<Instance>& to);
+void add_streams(std::vector<Instance>& to);
 
 }  // namespace jax_qmm::expanded

@@ -39,6 +39,7 @@ def test_choices_of_w4a8_are_near_the_fastest_that_was_measured(extension, h100,
                 products.setdefault((row["m"], row["n"], row["k"]), {})[row["kernel"]] = float(row["us"])
     ratios = {}
     for sizes, times in products.items():
-        chosen = extension.ExpandedMmProblem(*map(int, sizes), 1, "bfloat16").select(h100)
+        # Measured without persistent blocks, which have no results in int32.
+        chosen = extension.ExpandedMmProblem(*map(int, sizes), 1, "int32").select(h100)
         ratios[sizes] = times[chosen] / min(times.values())
     assert math.prod(ratios.values()) ** (1 / len(ratios)) < mean and max(ratios.values()) < worst, ratios

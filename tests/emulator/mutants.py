@@ -59,6 +59,12 @@ TESTS = {
         BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[300-136-1416-64-batch0-bfloat16-bfloat16-4]"),
         BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-bfloat16-4]"),
     ],
+    "weights in int8": [
+        EXPANDED.format(
+            f"test_persistent_blocks[{sizes}-True-bfloat16-sm90 wgmma 256x128x128 cluster 2 persistent int4]"
+        )
+        for sizes in ("1-300-136-1440-96", "2-257-264-416-64")
+    ],
     "weights in fp8": [
         BLOCKS_SM90.format("test_shapes_and_blocks[1-129-520-256-int8-float8_e4m3fn-4]"),
         BLOCKS_SM90.format("test_shapes_and_blocks[130-140-1416-320-none-float8_e4m3fn-4]"),
@@ -154,7 +160,7 @@ WRITE_ROWS, RESIDENT_B = "scaled_mm/write_rows.cuh", "scaled_mm/resident.cuh"
 ADD_PARTS = "scaled_mm/split_k.cu"
 WEIGHTS, STREAMS, LAUNCH = (f"block_scaled_mm/{name}_sm90.cuh" for name in ("wgmma", "streams", "launch"))
 EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
-FP8_WEIGHTS = "block_scaled_mm/dequantize_fp8.cuh"
+FP8_WEIGHTS, INT8_WEIGHTS = (f"block_scaled_mm/dequantize_{name}.cuh" for name in ("fp8", "int8"))
 EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
 WGMMA_OF_BLOCKS, FEW_ROWS_OF_BLOCKS, QUANTIZE_ROWS = (
     f"block_quantized_mm/{name}.cuh" for name in ("wgmma_sm90", "few_rows", "quantize_rows")
@@ -522,6 +528,11 @@ MUTANTS = [
         "2 * count) continue;\n#pragma unroll\n        for (int i = 0; i < kAtOnce; i += 4) {\n          float*",
     ),
     Mutant("weights of streams: biases beyond the last column", STREAMS, "n < p.n ? p.bias", "true ? p.bias"),
+    Mutant(
+        "weights in int8: the other half of a word", INT8_WEIGHTS, "lane % 2 == 0 ? 0x5410", "lane % 2 != 0 ? 0x5410"
+    ),
+    Mutant("weights in int8: the row's own order of words", WEIGHTS, "(j ^ (row / 2 + 4 * h) % 4)", "j"),
+    Mutant("weights in int8: the scale of another row", STREAMS, "piece.first_m + m + i", "piece.first_m + m"),
     Mutant(
         "weights in fp8: the sums of a block go on in the next",
         WEIGHTS,

@@ -107,6 +107,42 @@ def test_epilogue(kernel, oracle, given, n, dtype):
         np.testing.assert_array_equal(got[i].view(f"u{got.itemsize}"), want.view(f"u{want.itemsize}"))
 
 
+@pytest.mark.parametrize(
+    "words", [f"sm90 wgmma {tile} persistent int4" for tile in ("128x128x128", "256x128x128 cluster 2")]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize(
+    "batch, m, n, k, block",
+    [
+        (1, 1, 8, 32, 32),
+        (1, 300, 136, 1440, 96),
+        (2, 257, 264, 416, 64),
+        (1, 70, None, 160, 128),  # each block has several tiles
+    ],
+)
+def test_persistent_blocks(words, batch, m, n, k, block, zero_points, dtype, extension, oracle):
+    n = n or 256 * _extension.gpu().sm_count + 72
+    if words not in extension.ExpandedMmProblem(m, n, k, batch, dtype).choices(_extension.gpu()):
+        pytest.skip("not a kernel of this GPU")
+    extension.restrict_expanded_mm(words)
+    values, rng = operands(batch, m, n, k, block, zero_points), np.random.default_rng(1)
+    vectors = {
+        "scale_a": rng.uniform(0.001, 0.02, (batch, m)).astype(np.float32),
+        "scale_b": rng.uniform(-0.02, 0.02, (batch, n)).astype(ml_dtypes.bfloat16),
+        "bias": rng.normal(size=(1, n)).astype(np.float32),
+    }
+    try:
+        got = run(*values, block, out_dtype=dtype, **{name: jnp.asarray(v) for name, v in vectors.items()})
+    finally:
+        extension.restrict_expanded_mm("")
+    sums = expected(*values, block).astype(np.int32)
+    for i in range(batch):
+        of = {name: vector[min(i, len(vector) - 1)] for name, vector in vectors.items()}
+        want = oracle.epilogue(sums[i], **of, out_dtype=jnp.dtype(dtype).type)
+        np.testing.assert_array_equal(got[i].view(np.uint16), want.view(np.uint16))
+
+
 def test_every_value_of_every_block(kernel):
     """All that (w - zero_point) * multiple can be, in neighbours of either extreme: no byte borrows from another."""
     zero_point, multiple = (leaf.ravel() for leaf in np.mgrid[-8:8, -15:16])
