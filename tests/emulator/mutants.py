@@ -118,10 +118,10 @@ TESTS = {
         ),
         CONVS.format("test_outputs_of_short_windows[35-relu-int8-windows of 64 bytes]"),
     ],
-    "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 144)],
+    "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 148)],
     "squares": [
         CONVS.format(f"test_sums_of_squares[(127, None)-{name}]")
-        for name in ("3x3, 132 channels", "3x3 stride 2, uneven", "5x5", "7x7, small image")
+        for name in ("3x3, 148 channels", "3x3 stride 2, uneven", "5x5", "7x7, small image")
     ],
     "expanded": [
         EXPANDED.format(f"test_shapes[{name}-1-9-33-2080-64-True]")

@@ -63,7 +63,7 @@ DEPTHWISE = {
     "20 channels": case((9, 7), (3, 3), (2, 1), ((0, 1), (2, -1)), channels=1, out=1, groups=20, images=3),
     "48 channels": case((19, 13), (3, 3), padding=SAME, channels=1, out=1, groups=48),
     "144 channels": case((6, 5), (5, 3), padding=((2, 2), (4, 0)), rhs_dilation=(1, 2), channels=1, out=1, groups=144),
-    "132 channels": case((6, 5), (1, 2), channels=1, out=1, groups=132),
+    "148 channels": case((6, 5), (1, 2), channels=1, out=1, groups=148),
     "one axis": case((30,), (4,), padding=((3, 0),), channels=1, out=1, groups=16),
     "three axes": case((4, 5, 6), (2, 3, 2), (1, 2, 1), ((1, 0), (0, 2), (1, 1)), channels=1, out=1, groups=16),
     "cut": case((8, 9), (3, 3), padding=((-1, 0), (-2, -1)), channels=1, out=1, groups=4),
@@ -82,7 +82,7 @@ def square(image, taps, stride, padding=None, **sizes):
 SQUARES = {
     "3x3": square((9, 7), 3, 1, groups=4, images=3),
     "3x3, 144 channels": square((6, 8), 3, 1, groups=144),
-    "3x3, 132 channels": square((3, 2), 3, 1, groups=132),
+    "3x3, 148 channels": square((3, 2), 3, 1, groups=148),
     "3x3, cut": square((9, 10), 3, 1, ((-1, 0), (-2, -1)), groups=4),
     "3x3, wide padding": square((2, 3), 3, 1, ((5, 4), (4, 6)), groups=20),
     "3x3, many tiles": square((70, 66), 3, 1, groups=48, images=2),
