@@ -58,6 +58,7 @@ TESTS = {
         BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[257-264-392-128-batch1-float16-bfloat16-4]"),
         BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[300-136-1416-64-batch0-bfloat16-bfloat16-4]"),
         BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-bfloat16-4]"),
+        BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[48-72-4232-384-batch3-bfloat16-bfloat16-4]"),
     ],
     "weights in int8": [
         EXPANDED.format(
@@ -521,12 +522,7 @@ MUTANTS = [
         WEIGHTS,
         "              if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);\n",
     ),
-    Mutant(
-        "weights of streams: sums of more blocks than there are",
-        STREAMS,
-        "count) continue;\n#pragma unroll\n        for (int i = 0; i < kAtOnce; i += 4) {\n          float*",
-        "2 * count) continue;\n#pragma unroll\n        for (int i = 0; i < kAtOnce; i += 4) {\n          float*",
-    ),
+    Mutant("weights of streams: one block's sums for several", STREAMS, "(other + j) * kCount", "other * kCount"),
     Mutant("weights of streams: biases beyond the last column", STREAMS, "n < p.n ? p.bias", "true ? p.bias"),
     Mutant(
         "weights in int8: the other half of a word", INT8_WEIGHTS, "lane % 2 == 0 ? 0x5410", "lane % 2 != 0 ? 0x5410"
