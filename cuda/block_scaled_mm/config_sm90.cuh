@@ -72,7 +72,8 @@ struct ConfigSm90 {
   // Where math warps need more registers than there are for each, the others make a warpgroup, which leaves them some.
   static constexpr bool kMovesRegisters = TileM >= 64 || Persistent;
   static constexpr int kThreads = kMathThreads + (kMovesRegisters ? 128 : 64);
-  static constexpr int kRegisters = kThree ? 88 : 72, kMathRegisters = kThree ? 136 : 216;  // of a warpgroup each
+  // Of a lane; together no more than the block has at its launch.
+  static constexpr int kRegisters = kThree ? 88 : 72, kMathRegisters = kThree ? 136 : 216;
   static constexpr int kTermsWarps = kMovesRegisters ? 2 : 1;
   static constexpr int kBytesX = kRowBytes * TileM, kBoxesW = Bits / 4, kTerms = kStep / kUnit;  // of a stage
   static constexpr int kWords = (kFp8 ? 8 : 4) * kBoxesW;  // that a lane takes of a row of a stage

@@ -16,11 +16,6 @@ struct IntegerDequantizer {
   __device__ static uint32_t gather(uint32_t first, uint32_t second, int lane) {
     return __byte_perm(first, second, lane % 2 == 0 ? 0x5410 : 0x7632);
   }
-  __device__ static void fours(uint32_t word, Term const& term, uint32_t& to, uint32_t& to_16_on) {
-    uint32_t even, odd;
-    term.make(word, even, odd);
-    to = __byte_perm(even, odd, 0x5140), to_16_on = __byte_perm(even, odd, 0x7362);
-  }
 };
 
 }  // namespace jax_qmm::block_scaled

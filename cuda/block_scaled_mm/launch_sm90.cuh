@@ -40,7 +40,8 @@ Instance describe_sm90(DType in) {
 }
 
 template <class C>
-cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& submit) {
+cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, typename C::Epilogue const& epilogue,
+                         Submit const& submit) {
   Params params = make_params<C>(problem);
   int const parts = C::kPersistent ? 1 : count_parts(problem, kStep, split);
   params.k_of_part = int(ceil_div(ceil_div(problem.k, kStep), parts) * kStep);
@@ -48,15 +49,17 @@ cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& 
   bool const x_batched = problem.x_batch_stride != 0, w_batched = problem.w_batch_stride != 0;
   // Sums that are left in memory are of whole tiles, so that there x has zeros for the rows beyond it.
   int const box_rows = C::kPersistent ? C::kTileM / C::kShare : std::min(C::kTileM, problem.m);
-  int64_t const m = problem.m, n = problem.n, k = problem.k, row_bytes = problem.row_bytes(), batch = problem.batch;
+  int64_t const m = problem.m, n = problem.n, k = problem.k, batch = problem.batch;
+  int64_t const row_bytes = C::kInt8 ? k / 2 : problem.row_bytes();  // of weights, which beside int8 are plain
   CUtensorMap boxes_x, boxes_w, boxes_out{};
   int64_t const size = sizeof(typename C::Element);
-  auto const type = C::kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  auto const type = size == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  auto const swizzle_w = C::kInt8 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_NONE;
   cudaError_t error = make_boxes(problem.x, type, {k, m, x_batched ? batch : 1}, {size * k, size * m * k}, C::kColumnsX,
                                  box_rows, CU_TENSOR_MAP_SWIZZLE_128B, boxes_x);
   if (error == cudaSuccess) {
     error = make_boxes(problem.w, CU_TENSOR_MAP_DATA_TYPE_UINT8, {row_bytes, n, w_batched ? batch : 1},
-                       {row_bytes, n * row_bytes}, kBoxBytes, C::kRows, CU_TENSOR_MAP_SWIZZLE_NONE, boxes_w);
+                       {row_bytes, n * row_bytes}, kBoxBytes, C::kRows, swizzle_w, boxes_w);
   }
   if (error != cudaSuccess) return error;
   ParamsSm90 own{box_rows, x_batched, w_batched, {}, nullptr, 0, nullptr};
@@ -74,14 +77,16 @@ cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, Submit const& 
       own.sums = reinterpret_cast<float4*>(own.left + own.streams.flags());
     }
   }
-  return jax_qmm::launch(submit, shape, wgmma_kernel<C>, params, own, NoEpilogue{}, boxes_x, boxes_w, boxes_out);
+  return jax_qmm::launch(submit, shape, wgmma_kernel<C>, params, own, epilogue, boxes_x, boxes_w, boxes_out);
 }
 
 template <class C>
 Instance instance_sm90(DType in) {
   Instance i = describe_sm90<C>(in);
   i.prepare = prepare_wgmma<C>;
-  i.launch = launch_wgmma<C>;
+  i.launch = [](BlockScaledMm const& problem, int split, Submit const& submit) {
+    return launch_wgmma<C>(problem, split, NoEpilogue{}, submit);
+  };
   return i;
 }
 

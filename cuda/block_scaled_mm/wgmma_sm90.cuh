@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 #pragma unroll
           for (int f = 0; f < C::kFragments; ++f) {
             Term const& term = terms[h][(chunk * C::kChunk + f * C::kFragmentK) / C::kUnit];
-            C::Weights::fours(words[h][chunk * C::kFragments + f], term, to[f][h], to[f][2 + h]);
+            term.make_in_order(words[h][chunk * C::kFragments + f], to[f][h], to[f][2 + h]);
           }
         } else if constexpr (C::kFp8) {
 #pragma unroll

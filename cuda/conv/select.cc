@@ -44,8 +44,8 @@ bool runs_on(Gpu const& gpu, int instance) {
 // Seconds, as predicted from the description of the GPU. The constants of Hopper's kernels are fitted to 131 times on
 // an H200: of 17 layers the chosen kernel took 1.015 of the fastest one's time (geometric mean), at worst 1.17.
 double estimate_wgmma(Instance const& i, Conv const& p, Gpu const& gpu) {
-  constexpr double kLaunch = 1800, kBlock = 4420;    // cycles of all blocks, and of each beside its stages
-  constexpr double kL2 = 63, kPixel = 2.8;           // bytes of L2 an SM gets in a cycle; cycles for pixels of a stage
+  constexpr double kLaunch = 1800, kBlock = 4420;  // cycles of all blocks, and of each beside its stages
+  constexpr double kL2 = 63, kPixel = 2.8;  // bytes of L2 an SM gets in a cycle; cycles for each pixel of a stage
   constexpr double kStage = 476, kRoundTrip = 2750;  // cycles that a stage takes at least, and to come
   constexpr double kRate = 0.987;                    // of the peak
   constexpr double kOutput = 0.396, kSend = 0.647;   // cycles for an output, and to send a sum to another block

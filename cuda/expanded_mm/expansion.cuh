@@ -23,6 +23,13 @@ struct Expansion {
     even = (*this)(bits & 0x0f0f0f0f);
     odd = (*this)(bits >> 4 & 0x0f0f0f0f);
   }
+
+  // In their order: the first four, then the others.
+  __device__ void make_in_order(uint32_t word, uint32_t& first, uint32_t& last) const {
+    uint32_t even, odd;
+    make(word, even, odd);
+    first = __byte_perm(even, odd, 0x5140), last = __byte_perm(even, odd, 0x7362);
+  }
 };
 
 // What a kernel is told of the blocks of w.
@@ -91,9 +98,7 @@ class Expanding {
       Expansion const expansion = of_blocks_[i].expansion();
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
-        uint32_t even, odd;
-        expansion.make(words[i][word], even, odd);
-        out[2 * word] = __byte_perm(even, odd, 0x5140), out[2 * word + 1] = __byte_perm(even, odd, 0x7362);
+        expansion.make_in_order(words[i][word], out[2 * word], out[2 * word + 1]);
       }
       store(first, out);
       store(first ^ 16, out + 4);

@@ -6,10 +6,8 @@
 namespace jax_qmm::expanded {
 namespace {
 
-constexpr int kUnit = ExpandedMm::kColumns;
-
 template <int TileM>
-using Config = block_scaled::PersistentSm90<int8_t, 4, TileM, true, kUnit>;
+using Config = block_scaled::PersistentSm90<int8_t, 4, TileM, true, ExpandedMm::kColumns>;
 
 // As a problem of block_scaled_mm, for what both have.
 BlockScaledMm problem_of(ExpandedMm const& p) {
@@ -26,51 +24,21 @@ BlockScaledMm problem_of(ExpandedMm const& p) {
 }
 
 template <class C>
-cudaError_t prepare(bool& fits) {
-  return block_scaled::prepare_wgmma<C>(fits);
-}
-
-template <class C>
 cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
-  using namespace block_scaled;
-  BlockScaledMm const problem = problem_of(p);
-  Params params = make_params<C>(problem);
-  Gpu const* gpu;
-  if (cudaError_t const error = current_gpu(gpu)) return error;
-  Streams const streams = streams_of(describe_sm90<C>(p.in), problem, 1, *gpu);
-  bool const x_batched = p.a_batch_stride != 0, w_batched = p.b_batch_stride != 0;
-  int64_t const m = p.m, n = p.n, k = p.k, batch = p.batch;
-  CUtensorMap boxes_x, boxes_w, boxes_out;
-  constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  cudaError_t error = make_boxes(p.a, kBytes, {k, m, x_batched ? batch : 1}, {k, m * k}, C::kColumnsX,
-                                 C::kTileM / C::kShare, CU_TENSOR_MAP_SWIZZLE_128B, boxes_x);
-  if (error == cudaSuccess) {
-    error = make_boxes(p.b, kBytes, {k / 2, n, w_batched ? batch : 1}, {k / 2, n * k / 2}, kBoxBytes, C::kRows,
-                       CU_TENSOR_MAP_SWIZZLE_64B, boxes_w);
-  }
-  if (error == cudaSuccess) {
-    error = make_boxes(p.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, {n, m, batch}, {2 * n, 2 * n * m}, 64, C::kSlotRows,
-                       CU_TENSOR_MAP_SWIZZLE_128B, boxes_out);
-  }
-  if (error != cudaSuccess) return error;
-  ParamsSm90 const own{C::kTileM / C::kShare, x_batched, w_batched, streams, nullptr, 0, nullptr};
-  return jax_qmm::launch(submit, shape_of<C>(streams.blocks()), wgmma_kernel<C>, params, own, epilogue_args<false>(p),
-                         boxes_x, boxes_w, boxes_out);
+  return block_scaled::launch_wgmma<C>(problem_of(p), 1, epilogue_args<false>(p), submit);
 }
 
+// Whether TMA has boxes of operands and results.
 bool serves(ExpandedMm const& p) {
-  bool const has_boxes =
-      p.n % 8 == 0 &&
-      (reinterpret_cast<uintptr_t>(p.out) | reinterpret_cast<uintptr_t>(p.a) | reinterpret_cast<uintptr_t>(p.b)) % 16 ==
-          0;
-  return bytes_of(p.out_dtype) == 2 && has_boxes;
+  auto const aligned = [](void const* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+  return bytes_of(p.out_dtype) == 2 && p.n % 8 == 0 && aligned(p.a) && aligned(p.b) && aligned(p.out);
 }
 
 template <class C>
 void add(std::vector<Instance>& to, int tile_cycles, int step_cycles) {
   std::string const share = C::kShare > 1 ? " cluster " + std::to_string(C::kShare) : "";
   Instance i{"sm90 wgmma " + words_of_tile(C::kTileM, C::kRows, block_scaled::kStep) + share + " persistent int4",
-             prepare<C>, launch<C>};
+             block_scaled::prepare_wgmma<C>, launch<C>};
   i.tile_m = C::kTileM, i.tile_n = C::kRows, i.tile_k = block_scaled::kStep;
   i.blocks_per_sm = 1, i.shared_bytes = int(sizeof(typename C::Shared)), i.wgmma = true, i.serves = serves;
   i.tile_cycles = tile_cycles, i.step_cycles = step_cycles;

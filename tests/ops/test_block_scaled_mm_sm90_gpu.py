@@ -113,7 +113,7 @@ def test_dtypes_of_scales_and_extremes(extension):
         (300, 136, 1416, 64, (1, 1), BF16),  # many blocks share a tile
         (257, 264, 392, 128, (2, 1), F16),
         (64, 520, 1288, 320, (1, 3), BF16),
-        (48, 72, 4232, 384, (1, 1), BF16),  # some share one tile
+        (48, 72, 4232, 384, (1, 1), BF16),  # more than two blocks share a tile
         (40, 8, 8, 64, (1, 1), BF16),  # one step
         (130, None, 264, 128, (1, 1), BF16),  # each block has several tiles
     ],

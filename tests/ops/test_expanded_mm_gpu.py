@@ -86,31 +86,34 @@ def test_many_rows(kernel, m, n):
     np.testing.assert_array_equal(run(*values, 64), expected(*values, 64))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
-@pytest.mark.parametrize("n", [9, 48])  # rows of the result that begin at whole stores, or don't
-@pytest.mark.parametrize("given", [("scale_a", "scale_b", "bias"), ("scale_b",), ()])
-def test_epilogue(kernel, oracle, given, n, dtype):
-    m, k = 5, 64
-    values, rng = operands(2, m, n, k, 32, True), np.random.default_rng(1)
+def check_epilogue(oracle, values, block, dtype, given=("scale_a", "scale_b", "bias")):
+    (batch, m, _), n, rng = values[0].shape, values[1].shape[1], np.random.default_rng(1)
     vectors = {
-        "scale_a": rng.uniform(0.001, 0.02, (2, m)).astype(np.float32),
-        "scale_b": rng.uniform(-0.02, 0.02, (2, n)).astype(ml_dtypes.bfloat16),
+        "scale_a": rng.uniform(0.001, 0.02, (batch, m)).astype(np.float32),
+        "scale_b": rng.uniform(-0.02, 0.02, (batch, n)).astype(ml_dtypes.bfloat16),
         "bias": rng.normal(size=(1, n)).astype(np.float32),
     }
     vectors = {name: vectors[name] for name in given}
-    got = run(*values, 32, out_dtype=np.dtype(dtype).name, **{name: jnp.asarray(v) for name, v in vectors.items()})
-    sums = expected(*values, 32).astype(np.int32)
-    for i in range(2):
+    got = run(*values, block, out_dtype=np.dtype(dtype).name, **{name: jnp.asarray(v) for name, v in vectors.items()})
+    sums = expected(*values, block).astype(np.int32)
+    for i in range(batch):
         of = {"scale_a": np.float32(1), "scale_b": np.float32(1)}
         of |= {name: vector[min(i, len(vector) - 1)] for name, vector in vectors.items()}
         want = oracle.epilogue(sums[i], **of, out_dtype=dtype)
         np.testing.assert_array_equal(got[i].view(f"u{got.itemsize}"), want.view(f"u{want.itemsize}"))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("n", [9, 48])  # rows of the result that begin at whole stores, or don't
+@pytest.mark.parametrize("given", [("scale_a", "scale_b", "bias"), ("scale_b",), ()])
+def test_epilogue(kernel, oracle, given, n, dtype):
+    check_epilogue(oracle, operands(2, 5, n, 64, 32, True), 32, dtype, given)
+
+
 @pytest.mark.parametrize(
     "words", [f"sm90 wgmma {tile} persistent int4" for tile in ("128x128x128", "256x128x128 cluster 2")]
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize(
     "batch, m, n, k, block",
@@ -123,24 +126,14 @@ def test_epilogue(kernel, oracle, given, n, dtype):
 )
 def test_persistent_blocks(words, batch, m, n, k, block, zero_points, dtype, extension, oracle):
     n = n or 256 * _extension.gpu().sm_count + 72
-    if words not in extension.ExpandedMmProblem(m, n, k, batch, dtype).choices(_extension.gpu()):
+    problem = extension.ExpandedMmProblem(m, n, k, batch, np.dtype(dtype).name)
+    if words not in problem.choices(_extension.gpu()):
         pytest.skip("not a kernel of this GPU")
     extension.restrict_expanded_mm(words)
-    values, rng = operands(batch, m, n, k, block, zero_points), np.random.default_rng(1)
-    vectors = {
-        "scale_a": rng.uniform(0.001, 0.02, (batch, m)).astype(np.float32),
-        "scale_b": rng.uniform(-0.02, 0.02, (batch, n)).astype(ml_dtypes.bfloat16),
-        "bias": rng.normal(size=(1, n)).astype(np.float32),
-    }
     try:
-        got = run(*values, block, out_dtype=dtype, **{name: jnp.asarray(v) for name, v in vectors.items()})
+        check_epilogue(oracle, operands(batch, m, n, k, block, zero_points), block, dtype)
     finally:
         extension.restrict_expanded_mm("")
-    sums = expected(*values, block).astype(np.int32)
-    for i in range(batch):
-        of = {name: vector[min(i, len(vector) - 1)] for name, vector in vectors.items()}
-        want = oracle.epilogue(sums[i], **of, out_dtype=jnp.dtype(dtype).type)
-        np.testing.assert_array_equal(got[i].view(np.uint16), want.view(np.uint16))
 
 
 def test_every_value_of_every_block(kernel):
