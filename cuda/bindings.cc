@@ -242,7 +242,8 @@ void bind_block_scaled_mm(nb::module_& m) {
 void bind_block_quantized_mm(nb::module_& m) {
   nb::class_<BlockQuantizedMm>(m, "BlockQuantizedMmProblem", "A product, and the kernel that can compute it.")
       .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int block,
-                       bool zero_points, bool shared_b, std::optional<std::string> const& a, bool symmetric) {
+                       std::string const& zero_points, bool shared_b, std::optional<std::string> const& a,
+                       bool symmetric) {
              BlockQuantizedMm problem{};
              problem.m = m;
              problem.n = n;
@@ -254,14 +255,16 @@ void bind_block_quantized_mm(nb::module_& m) {
              problem.out_dtype = dtype(out);
              problem.block = block;
              static float const somewhere = 0;  // any address: nobody reads there
-             if (zero_points) problem.of_b.zero_point.data = &somewhere;
+             for (char const side : zero_points)
+               (side == 'a' ? problem.of_a : problem.of_b).zero_point.data = &somewhere;
              if (shared_b) problem.of_b.scale.shift = problem.kLog2Shared;
              return problem;
            }),
            nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
            nb::arg("block"), nb::arg("zero_points"), nb::arg("shared_b") = false, nb::arg("a_dtype") = nb::none(),
            nb::arg("symmetric") = true,
-           "With zero points of one side or both; whether 128 rows of b share their scales.")
+           "With zero points of the sides that are named, \"a\" or \"ab\" for both; whether 128 rows of b share their "
+           "scales.")
       .def(
           "select",
           [](BlockQuantizedMm const& p, Gpu const& gpu) -> std::optional<std::string> {

@@ -316,7 +316,8 @@ def check_block_quantized_mm(kernels, gpu, dtype: str, block: int, zero_points: 
             along = lambda scale: np.repeat(np.abs(scale), block, 1)[:, :k]
             a, b = np.abs(given["a"].astype("f")) * along(x.scale), np.abs(given["b"].astype("f")) * along(spread_b)
             tolerance = (FP8_TOLERANCE + (of_k + 2) * 2.0**-24) * (a @ b.T)
-        problem = kernels.BlockQuantizedMmProblem(m, n, k, 1, dtype, "float32", block, zero_points, shared == 128)
+        of_sides = "a" if zero_points else ""
+        problem = kernels.BlockQuantizedMmProblem(m, n, k, 1, dtype, "float32", block, of_sides, shared == 128)
         choices = problem.choices(gpu)
         for words, out in _by_each(kernels.restrict_block_quantized_mm, choices, lambda x=x: run(x, w)):
             wrong = int((~(np.abs(out - want) <= tolerance)).sum())
@@ -342,7 +343,7 @@ def check_quantizing_mm(kernels, gpu, a_dtype: str, kind: tuple[str, int, bool])
     if dtype != "int8":  # a quantized value is off by a 16th of itself at most
         size = 17 / 16 * np.abs(a.astype("f")) @ (np.abs(b.astype("f")) * np.repeat(np.abs(scale), block, 1)[:, :k]).T
         tolerance = (FP8_TOLERANCE + (of_k + 2) * 2.0**-24) * size
-    problem = (m, n, k, 1, dtype, "float32", block, not symmetric, False, a_dtype, symmetric)
+    problem = (m, n, k, 1, dtype, "float32", block, "", False, a_dtype, symmetric)
     choices = kernels.BlockQuantizedMmProblem(*problem).choices(gpu)
     run = jax.jit(lambda a, w: jax_qmm.matmul(a, w.T, scheme=scheme, preferred_element_type=jnp.float32))
     for words, out in _by_each(kernels.restrict_block_quantized_mm, choices, lambda: run(a, w)):

@@ -53,7 +53,7 @@ def run(arch, dtype, block, zero_points):
         scales = {"scale_a": jnp.ones(PART), "scale_b": jnp.ones(PART)}
         expanded_mm(*operands, block=block, out_dtype=jnp.bfloat16, **scales).block_until_ready()
         return print(words)
-    problem = kernels.BlockQuantizedMmProblem(SIZE, SIZE, SIZE, 1, dtype, "bfloat16", block, bool(zero_points))
+    problem = kernels.BlockQuantizedMmProblem(SIZE, SIZE, SIZE, 1, dtype, "bfloat16", block, "a" if zero_points else "")
     words = problem.select(gpu)
     kernels.restrict_block_quantized_mm(words)
     ones = jnp.ones((PART, SIZE), dtype), jnp.ones(groups)

@@ -87,7 +87,7 @@ def measure_product(kind, m: int, n: int, k: int, kernels, gpu):
     sets = chained(operands)
     function = functools.partial(jax_qmm.block_scaled_mm, out_dtype=jnp.bfloat16)
     problem = kernels.BlockQuantizedMmProblem(
-        m, n, k, 1, str(jnp.dtype(dtype)), "bfloat16", block, zero_points, shared == 128
+        m, n, k, 1, str(jnp.dtype(dtype)), "bfloat16", block, "a" if zero_points else "", shared == 128
     )
     for words in problem.choices(gpu):
         if may_be_best(words, m):

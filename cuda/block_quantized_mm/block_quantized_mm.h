@@ -53,6 +53,10 @@ struct BlockQuantizedMm : ScaledMm {
   InBlocks of_a, of_b;
 
   int groups() const { return int(ceil_div(k, block)); }
+  // Whether rows of the output begin at whole 16 bytes.
+  bool stores_whole() const {
+    return (reinterpret_cast<uintptr_t>(out) | uintptr_t(n) * bytes_of(out_dtype)) % 16 == 0;
+  }
   bool quantizes() const { return a_dtype != in; }
   bool has_zero_points() const {
     return of_a.zero_point.data != nullptr || of_b.zero_point.data != nullptr || (quantizes() && !symmetric);

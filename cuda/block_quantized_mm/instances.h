@@ -15,10 +15,12 @@ struct Instance {
   int shortest, longest;  // blocks that it serves
   int tile_m, tile_n, stages, threads, blocks_per_sm;
   int shared_bytes;
-  bool wgmma = false;      // of Hopper alone, for rows that TMA can load
-  bool shared_b = false;   // for rows of b that share their scales
-  bool quantizes = false;  // a of floats
-  int share = 1;           // blocks of a cluster that load an operand for each other
+  bool wgmma = false;       // of Hopper alone, for rows that TMA can load
+  bool persistent = false;  // with results that TMA writes
+  bool of_a_alone = false;  // with zero points, of a alone
+  bool shared_b = false;    // for rows of b that share their scales
+  bool quantizes = false;   // a of floats
+  int share = 1;            // blocks of a cluster that load an operand for each other
   std::optional<FewRowsCycles> few_rows{};
   int tile_k = 0;  // of kernels for few rows: that all warps multiply at a time
   cudaError_t (*prepare)(bool& fits) = nullptr;
@@ -30,6 +32,8 @@ template <DType In, bool kZeroPoints>
 void add_instances(std::vector<Instance>& to);
 template <DType In, bool kZeroPoints>
 void add_wgmma_instances(std::vector<Instance>& to);
+template <DType In, bool kZeroPoints>
+void add_persistent_instances(std::vector<Instance>& to);
 template <DType In, bool kZeroPoints>
 void add_few_rows(std::vector<Instance>& to);
 

@@ -110,13 +110,32 @@ __device__ void write_sums(Params const& p, typename C::Epilogue const& epilogue
       bias[h] = n < p.n ? p.bias.load(piece.l, n) : 0;
     }
   }
-  // The results of two rows of x, from m on.
-  auto const results_of = [&](auto const* two, int m, int h, float (&y)[2]) {
+  // Of the rows of a slot that a thread has, which are loaded while the slot before is written.
+  using RowScales = float[C::kSlotRows / 4];
+  [[maybe_unused]] RowScales row_scales[2];
+  auto const load_row_scales = [&](int slot) {
+    if constexpr (C::kInt8) {
+      auto const& vector = epilogue.scale_a;
+      RowScales& scales = row_scales[slot % 2];
+#pragma unroll
+      for (float& scale : scales) scale = vector.absent;
+      vector.with_data([&](auto const* data) {
+#pragma unroll
+        for (int i = 0; i < C::kSlotRows / 4; ++i) {
+          int const row = C::kSlotRows * slot + i / 2 * 8 + lane % 4 * 2 + i % 2;
+          int const m = min(piece.first_m + row, p.m - 1);
+          scales[i] = float(data[piece.l * vector.batch_stride + m * vector.stride]);
+        }
+      });
+    }
+  };
+  load_row_scales(0);
+  // The results of two rows of x.
+  auto const results_of = [&](auto const* two, float const* row_scales, int h, float (&y)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (C::kInt8) {
-        float const row_scale = epilogue.scale_a.load(piece.l, min(piece.first_m + m + i, p.m - 1));
-        y[i] = scale(two[i], Terms<false, Value>{row_scale, column_scale[h], bias[h]});
+        y[i] = scale(two[i], Terms<false, Value>{row_scales[i], column_scale[h], bias[h]});
       } else {
         y[i] = two[i] + bias[h];
       }
@@ -128,6 +147,8 @@ __device__ void write_sums(Params const& p, typename C::Epilogue const& epilogue
   auto const write = [&](auto const& output) {
 #pragma unroll
     for (int first = 0; first < C::kTileM; first += C::kSlotRows) {
+      float const* const scales = row_scales[first / C::kSlotRows % 2];
+      if (first + C::kSlotRows < C::kTileM) load_row_scales(first / C::kSlotRows + 1);
       if (leads) cute::tma_store_wait<C::kSlots - 1>();
       sync_group();
       uint8_t* const to = shared.slots[slot][group][0] + at;
@@ -137,7 +158,7 @@ __device__ void write_sums(Params const& p, typename C::Epilogue const& epilogue
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float y[2];
-          results_of(&acc[(first + m) / 2 + 2 * i], first + m + i / 2 * 8 + lane % 4 * 2, i % 2, y);
+          results_of(&acc[(first + m) / 2 + 2 * i], &scales[m / 4 + i / 2 * 2], i % 2, y);
           int const integers[2] = {};
           pairs[i] = output.template round<uint32_t, 2>(y, integers);
         }

@@ -41,14 +41,14 @@ bool runs_on(Gpu const& gpu, int instance) {
   return i.shared_bytes <= gpu.shared_memory && (!i.wgmma || gpu.arch == 90) && prepared.can_run(gpu, instance);
 }
 
-// Seconds, as predicted from the description of the GPU. The constants of Hopper's kernels are fitted to 131 times on
-// an H200: of 17 layers the chosen kernel took 1.015 of the fastest one's time (geometric mean), at worst 1.17.
+// Seconds, as predicted from the description of the GPU. The constants of Hopper's kernels are fitted to their times in
+// benchmarks/h200/conv_kernels.csv.
 double estimate_wgmma(Instance const& i, Conv const& p, Gpu const& gpu) {
-  constexpr double kLaunch = 1800, kBlock = 4420;  // cycles of all blocks, and of each beside its stages
-  constexpr double kL2 = 63, kPixel = 2.8;  // bytes of L2 an SM gets in a cycle; cycles for each pixel of a stage
-  constexpr double kStage = 476, kRoundTrip = 2750;  // cycles that a stage takes at least, and to come
-  constexpr double kRate = 0.987;                    // of the peak
-  constexpr double kOutput = 0.396, kSend = 0.647;   // cycles for an output, and to send a sum to another block
+  constexpr double kLaunch = 2060, kBlock = 6460;  // cycles of all blocks, and of each beside its stages
+  constexpr double kL2 = 53.5, kPixel = 3;  // bytes of L2 an SM gets in a cycle; cycles for each pixel of a stage
+  constexpr double kStage = 429, kRoundTrip = 2580;  // cycles that a stage takes at least, and to come
+  constexpr double kRate = 0.957;                    // of the peak
+  constexpr double kOutput = 0.364, kSend = 0.498;   // cycles for an output, and to send a sum to another block
   double const outputs = double(i.tile_m) * i.tile_n;
   double const clusters = double(ceil_div(p.m, i.tile_m * i.share)) * double(ceil_div(p.n / p.groups, i.tile_n));
   double const blocks = clusters * i.share * i.parts * p.groups * p.batch;

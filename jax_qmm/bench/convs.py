@@ -185,9 +185,10 @@ def calls(scheme: str, layer: Layer, images: int, roofline_us: float) -> dict[st
 
     def timed(function, make):
         count = measure.count_sets(_bytes(jax.eval_shape(make, 0)), 12)
-        return measure.jit_us(function, measure.chain([make(i) for i in range(count)], max(roofline_us, 60)))
+        sets = functools.cache(lambda: measure.chain([make(i) for i in range(count)], max(roofline_us, 60)))
+        return lambda: measure.jit_us(function, sets())
 
-    return {name: functools.partial(timed, *each) for name, each in contestants(scheme, layer, images).items()}
+    return {name: timed(*each) for name, each in contestants(scheme, layer, images).items()}
 
 
 def autotune_xla(scheme: str, layers: Sequence[tuple[str, Layer]], images: int) -> None:

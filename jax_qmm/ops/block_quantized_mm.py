@@ -272,10 +272,10 @@ def _product(operands, *, names, num_batch, block, shared_b, symmetric, out_dtyp
     m, count, (a, b, *_) = math.prod(rows), math.prod(batch), operands
     if not all(isinstance(size, int) for size in (m, n, count)):
         return None
-    has_zero_points = any(name.startswith("zero_point") for name in names)
+    zero_points = "".join(side for side in "ab" if f"zero_point_{side}" in names)
     a_dtype = str(b.dtype if "scale_a" in names else a.dtype)
     sizes = m, n, _padded(k) if k % _ALIGNED else k, count
-    kernel = _kernel_block(block, k), has_zero_points, _shares(n, shared_b)
+    kernel = _kernel_block(block, k), zero_points, _shares(n, shared_b)
     return *sizes, str(b.dtype), str(out_dtype), *kernel, a_dtype, symmetric
 
 

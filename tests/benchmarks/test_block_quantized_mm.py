@@ -17,11 +17,14 @@ def test_choices_are_near_the_fastest_that_was_measured(extension, h200, stored)
     for key, times in products.items():
         m, n, k, block, dtype, zero_points, shared = key
         if shared:  # which the other kernels take too, in the same time
-            times = times | products[*key[:-1], ""]
-        kind = dtype, "bfloat16", block, bool(zero_points), bool(shared)
+            times = times | products.get((*key[:-1], ""), {})
+        kind = dtype, "bfloat16", block, "a" if zero_points else "", bool(shared)
         chosen = extension.BlockQuantizedMmProblem(m, n, k, 1, *kind).select(h200)
-        ratios[key] = times[chosen] / min(times.values())
-    assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.02 and max(ratios.values()) < 1.3, ratios
+        if chosen in times:  # persistent kernels were measured with some of the weights
+            ratios[key] = times[chosen] / min(times.values())
+    assert (
+        len(ratios) > 400 and math.prod(ratios.values()) ** (1 / len(ratios)) < 1.02 and max(ratios.values()) < 1.3
+    ), ratios
 
 
 @pytest.mark.parametrize(

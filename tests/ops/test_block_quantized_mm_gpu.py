@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 F32, BF16, F16, F8 = np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
 TILES = ("multistage 16x64x", "multistage 64x64x", "multistage 128x128x")
-WGMMA = ("16x64x128", "32x64x128", "64x64x128", "128x128x128", "128x128x128 cluster 2")
+WGMMA = ("16x64x128", "32x64x128", "64x64x128", "128x128x128 persistent")
 FEW_ROWS = ("8x16x512", "8x16x1024", "8x32x1024", "8x32x2048", "16x32x1024")
 
 
@@ -51,6 +51,11 @@ def aligned(request, gpu):
     if request.param == "few rows 8x32x2048" and gpu.shared_memory < 107 << 10:
         pytest.skip("with zero points it needs more shared memory than the GPU has")
     return request.param
+
+
+def whole(words, n):
+    """So many rows of b, or a few more, so that TMA can write the results."""
+    return n + -n % 8 if "persistent" in words else n
 
 
 @pytest.fixture
@@ -84,6 +89,7 @@ def test_blocks_and_zero_points(on_reference, tile, block, zero_a, zero_b):
     "m, n, k, block", [(1, 8, 128, 128), (19, 70, 304, 64), (60, 65, 640, 256), (35, 9, 1424, 128), (5, 33, 4176, 64)]
 )
 def test_rows_of_whole_sixteens(on_reference, only, aligned, m, n, k, block):
+    n = whole(aligned, n)
     check(on_reference, only(f"{aligned} int8"), qarray((m,), k, block), qarray((n,), k, block, seed=1))
 
 
@@ -91,6 +97,20 @@ def test_rows_of_whole_sixteens(on_reference, only, aligned, m, n, k, block):
 @pytest.mark.parametrize("wgmma", WGMMA)
 def test_several_tiles_of_wgmma(on_reference, only, wgmma):
     check(on_reference, only(f"wgmma {wgmma} int8"), qarray((195,), 1168, 64), qarray((260,), 1168, 64, seed=1))
+
+
+@pytest.mark.usefixtures("has_wgmma")
+@pytest.mark.parametrize("zero_a, zero_b", [(None, None), ("int", None), ("int", "int")])
+@pytest.mark.parametrize("k, block", [(208, 64), (1040, 128), (1808, 256)])
+def test_blocks_that_stay(on_reference, only, k, block, zero_a, zero_b):
+    """A GPU of few SMs has several tiles for each, with odd and even numbers of blocks, and slots that end early."""
+    x, w = qarray((2, 260), k, block, zero_a), qarray((2, 520), k, block, zero_b, seed=1)
+    bias = jnp.linspace(-1, 1, 520)
+    for out_dtype, activation in ((BF16, None), (F16, "relu"), (F32, (-0.5, 0.25))):
+        f = functools.partial(jax_qmm.block_scaled_mm, bias=bias, activation=activation, out_dtype=out_dtype)
+        only("128x128x128 persistent int8")
+        f = jax.vmap(lambda x, w, f=f: f(x, w))
+        np.testing.assert_array_equal(jax.device_get(jax.jit(f)(x, w)), jax.device_get(on_reference(f, x, w)))
 
 
 @pytest.mark.parametrize("block", [64, 128, 256])
@@ -101,7 +121,7 @@ def test_zero_points_of_whole_sixteens(on_reference, only, aligned, block, zero_
             on_reference,
             only(f"{aligned} int8"),
             qarray((19,), k, block, zero_a),
-            qarray((70,), k, block, zero_b, seed=1),
+            qarray((whole(aligned, 70),), k, block, zero_b, seed=1),
         )
 
 
@@ -117,8 +137,9 @@ def test_batches_bias_and_activation_of_whole_sixteens(on_reference, only, align
 
 @pytest.mark.parametrize("block", [64, 128, 256])
 def test_float8_of_whole_sixteens(only, aligned, block):
+    n = whole(aligned, 70)
     check_float8(
-        only(f"{aligned} float8"), qarray((19,), 784, block, dtype=F8), qarray((70,), 784, block, dtype=F8, seed=1)
+        only(f"{aligned} float8"), qarray((19,), 784, block, dtype=F8), qarray((n,), 784, block, dtype=F8, seed=1)
     )
 
 
@@ -148,12 +169,12 @@ def test_rows_of_w_that_share_scales_of_whole_sixteens(on_reference, only, align
 
 
 @pytest.mark.usefixtures("has_wgmma")
-@pytest.mark.parametrize("words", ["128x128x128 float8_e4m3fn", "128x128x128 cluster 2 float8_e4m3fn"])
-@pytest.mark.parametrize("m, n, k", [(1, 128, 128), (130, 128, 1424), (300, 256, 656)])
+@pytest.mark.parametrize("words", ["persistent float8_e4m3fn", "cluster 2 persistent float8_e4m3fn"])
+@pytest.mark.parametrize("m, n, k", [(129, 128, 128), (200, 128, 1424), (300, 256, 656), (700, 384, 272)])
 def test_wgmma_with_one_scale_of_b(only, words, m, n, k):
     """There are four blocks whose terms are loaded at once, and others; more stages than there is room for; and tiles
     that a cluster has no second one for."""
-    check_float8(only(f"{words} of 128 rows"), qarray((m,), k, 128, dtype=F8), sharing(n, k, 128, F8))
+    check_float8(only(f"128x128x128 {words} of 128 rows"), qarray((m,), k, 128, dtype=F8), sharing(n, k, 128, F8))
 
 
 @pytest.mark.usefixtures("has_wgmma")
@@ -176,7 +197,7 @@ def test_bias_activation_and_dtypes_with_one_scale_of_b(only):
     for out_dtype in (F32, BF16, F16):
         f = functools.partial(jax_qmm.block_scaled_mm, bias=bias, activation=(-7, 9), out_dtype=out_dtype)
         found = []
-        for words in ("128x128x128 float8_e4m3fn of 128 rows", "64x64x128 float8"):
+        for words in ("128x128x128 persistent float8_e4m3fn of 128 rows", "64x64x128 float8"):
             only(words)
             found.append(jax.device_get(jax.jit(lambda x, w, f=f: f(x, w))(x, w)))
         np.testing.assert_array_equal(*found)
@@ -204,7 +225,7 @@ def check_extremes(words, block):
     """The largest sums of a block, of both signs, with the largest zero points."""
     for low_a, low_b in ((-128, -128), (-128, 127)):
         a = QArray(jnp.full((2, 2 * block), low_a, jnp.int8), jnp.ones((2, 2)), jnp.full((2, 2), -1 - low_a))
-        b = QArray(jnp.full((3, 2 * block), low_b, jnp.int8), jnp.ones((3, 2)), jnp.full((3, 2), -1 - low_b))
+        b = QArray(jnp.full((4, 2 * block), low_b, jnp.int8), jnp.ones((4, 2)), jnp.full((4, 2), -1 - low_b))
         want = 2 * block * (2 * low_a + 1) * (2 * low_b + 1)
         (row,) = jax_qmm.explain(jax_qmm.block_scaled_mm, a, b).rows
         assert words in row.runs_on, row.runs_on
