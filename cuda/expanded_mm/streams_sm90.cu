@@ -48,8 +48,8 @@ void add(std::vector<Instance>& to, int tile_cycles, int step_cycles) {
 }  // namespace
 
 void add_streams(std::vector<Instance>& to) {
-  add<Config<128>>(to, 2500, 650);
-  add<Config<256>>(to, 3000, 1100);
+  add<Config<128>>(to, 3620, 1025);
+  add<Config<256>>(to, 7570, 1263);
 }
 
 }  // namespace jax_qmm::expanded

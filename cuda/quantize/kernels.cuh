@@ -13,6 +13,8 @@ constexpr bool kSmallRows = V > 1 && N < 8;
 template <int V, int N>
 constexpr int kRowThreads = kSmallRows<V, N> ? 256 : 1024;
 
+constexpr int kShortRows = 4;  // of a thread, where several share a warp
+
 // Of an SM, to which the compiler fits registers. Turing's has no more.
 #if __CUDA_ARCH__ >= 800
 constexpr int kSmThreads = 1536;
@@ -70,6 +72,34 @@ __device__ inline int32_t reduce_sum(int32_t sum) {
   return sum;
 }
 
+// Writes what a chunk becomes, and gives the sum of that, if it is asked for.
+template <Kind kind, bool kBounded, bool kSums, class In, int V>
+__device__ int32_t store(Chunk<In, V> const& c, uint8_t* out, Divisor divisor, float zero_point) {
+  auto const quantized = [&](float x) {
+    return shift<kind, kBounded>(divisor.divide_quickly<kBounded>(x), zero_point);
+  };
+  int32_t sum = 0;
+  if constexpr (V == 1) {
+    uint8_t const value = convert<kind>(quantized(c[0]));
+    *out = value;
+    if constexpr (kSums) sum = static_cast<int8_t>(value);
+  } else {
+    uint32_t words[V / 4];
+#pragma unroll
+    for (int w = 0; w < V / 4; ++w) {
+      words[w] =
+          convert<kind>(quantized(c[4 * w]), quantized(c[4 * w + 1]), quantized(c[4 * w + 2]), quantized(c[4 * w + 3]));
+      if constexpr (kSums) sum = __dp4a(static_cast<int>(words[w]), 0x01010101, sum);
+    }
+    if constexpr (V == 4) {
+      *reinterpret_cast<uint32_t*>(out) = words[0];
+    } else {
+      *reinterpret_cast<uint2*>(out) = {words[0], words[1]};
+    }
+  }
+  return sum;
+}
+
 // N chunks of each of the blockDim.x threads that share a row of x: elements [first, first + blockDim.x * N * V) of it,
 // as far as they exist.
 template <class In, Kind kind, int V, int N>
@@ -92,31 +122,11 @@ struct Piece {
   __device__ int32_t store(uint8_t* q, int64_t first, int64_t cols, Divisor divisor, float zero_point) const {
     int32_t sum = 0;
     int const count = static_cast<int>(min(cols - first, int64_t{blockDim.x} * kPerThread));
-    auto quantized = [&](float x) { return shift<kind, kBounded>(divisor.divide_quickly<kBounded>(x), zero_point); };
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       int const i = (j * blockDim.x + threadIdx.x) * V;
       if (i >= count) break;
-      auto const& c = chunks[j];
-      uint8_t* const out = q + first + i;
-      if constexpr (V == 1) {
-        uint8_t const value = convert<kind>(quantized(c[0]));
-        *out = value;
-        if constexpr (kSums) sum += static_cast<int8_t>(value);
-      } else {
-        uint32_t words[V / 4];
-#pragma unroll
-        for (int w = 0; w < V / 4; ++w) {
-          words[w] = convert<kind>(quantized(c[4 * w]), quantized(c[4 * w + 1]), quantized(c[4 * w + 2]),
-                                   quantized(c[4 * w + 3]));
-          if constexpr (kSums) sum = __dp4a(static_cast<int>(words[w]), 0x01010101, sum);
-        }
-        if constexpr (V == 4) {
-          *reinterpret_cast<uint32_t*>(out) = words[0];
-        } else {
-          *reinterpret_cast<uint2*>(out) = {words[0], words[1]};
-        }
-      }
+      sum += quantize::store<kind, kBounded, kSums>(chunks[j], q + first + i, divisor, zero_point);
     }
     return sum;
   }
@@ -193,6 +203,60 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, kSmThreads / kRowThreads<V,
     piece.load(x, first, cols);
   }
   write_sum(sum);
+}
+
+// Dynamic, one scale for each row of `lanes` chunks: a power of two, up to a warp's. Each thread has a chunk of some
+// rows, whose loads are on their way together.
+template <class In, Kind kind, bool kSums>
+__global__ void __launch_bounds__(kPieceThreads)
+    quantize_short_rows(In const* x, uint8_t* q, int64_t rows, int lanes, float* scales, int32_t* zero_points,
+                        Sums<kSums> sums) {
+  begin();
+  constexpr int V = 16 / sizeof(In);
+  int64_t const first = int64_t{blockIdx.x} * (kPieceThreads * kShortRows) + threadIdx.x, count = rows * lanes;
+  Chunk<In, V> chunks[kShortRows];
+#pragma unroll
+  for (int j = 0; j < kShortRows; ++j) {
+    int64_t const i = first + j * kPieceThreads;
+    chunks[j].clear();
+    if (i < count) chunks[j].load(x + i * V);
+  }
+#pragma unroll
+  for (int j = 0; j < kShortRows; ++j) {
+    int64_t const i = first + j * kPieceThreads, row = i / lanes;
+    bool const is_there = i < count, is_first = is_there && threadIdx.x % lanes == 0;
+    Bounds<kind, typename Chunk<In, V>::Lane> bounds;
+    bounds.include(chunks[j]);
+    Range range = bounds.range();
+    for (int apart = lanes / 2; apart > 0; apart /= 2) {
+      range.high = max(range.high, __shfl_xor_sync(kAllLanes, range.high, apart));
+      if (kind == Kind::kInt8ZeroPoint) range.low = max(range.low, __shfl_xor_sync(kAllLanes, range.low, apart));
+    }
+    Scale<kind> const scale(range);
+    if (is_first) {
+      scales[row] = scale.scale;
+      if (kind == Kind::kInt8ZeroPoint) zero_points[row] = scale.zero_point;
+    }
+    // Padding is common, and zeros stay the same zeros whatever divides them.
+    Divisor const divisor(range.high == 0 && range.low == 0 ? 1.0f : scale.scale);
+    float const zero_point = static_cast<float>(scale.zero_point);
+    int32_t sum = 0;
+    if (is_there && divisor.quick) {
+      sum = store<kind, true, kSums>(chunks[j], q + i * V, divisor, zero_point);
+    } else if (is_there) {
+#pragma unroll 1
+      for (int v = 0; v < V; ++v) {
+        float const value = static_cast<float>(x[i * V + v]) / scale.scale;
+        uint8_t const quantized = convert<kind>(shift<kind, false>(value, zero_point));
+        q[i * V + v] = quantized;
+        if constexpr (kSums) sum += static_cast<int8_t>(quantized);
+      }
+    }
+    if constexpr (kSums) {
+      for (int apart = lanes / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(kAllLanes, sum, apart);
+      if (is_first) sums.of_rows[row] = sum;
+    }
+  }
 }
 
 __global__ void clear(uint32_t* words) {

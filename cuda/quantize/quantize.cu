@@ -52,6 +52,13 @@ struct Launches {
                   sums(p));
   }
 
+  static cudaError_t short_rows(Quantize const& p, int lanes, Submit const& submit) {
+    int64_t const blocks = ceil_div(p.rows * lanes, kPieceThreads * kShortRows);
+    return launch(submit, {dim3(blocks), kPieceThreads}, quantize_short_rows<In, kind, kSums>,
+                  static_cast<In const*>(p.x), static_cast<uint8_t*>(p.q), p.rows, lanes, p.scale, p.zero_point,
+                  sums(p));
+  }
+
   template <int V, int N>
   static cudaError_t range(In const* x, int64_t size, uint32_t* words, Submit const& submit) {
     if (size == 0) return cudaSuccess;
@@ -99,6 +106,7 @@ struct Launches {
     int64_t const chunks = ceil_div(p.cols, kVector);
     if (p.rows == 0) return cudaSuccess;
     if (!vectors) return rows<1, kScalars>(p, submit);
+    if (chunks > 0 && chunks <= kWarp && (chunks & (chunks - 1)) == 0) return short_rows(p, int(chunks), submit);
     if (chunks <= kWarp) return rows<kVector, 1>(p, submit);
     if (chunks <= 2 * kWarp) return rows<kVector, 2>(p, submit);
     if (chunks <= 4 * kRowThreads<kVector, 4>) return rows<kVector, 4>(p, submit);
@@ -122,6 +130,7 @@ struct Launches {
         reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 2, kSums>),
         reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 4, kSums>),
         reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 8, kSums>),
+        reinterpret_cast<void const*>(quantize_short_rows<In, kind, kSums>),
         reinterpret_cast<void const*>(clear),
         reinterpret_cast<void const*>(clear_sums),
         reinterpret_cast<void const*>(find_range<In, kind, 1, kScalars>),

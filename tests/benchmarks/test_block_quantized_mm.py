@@ -30,19 +30,22 @@ def test_choices_are_near_the_fastest_that_was_measured(extension, h200, stored)
 @pytest.mark.parametrize(
     ("name", "fewest", "mean", "worst"),
     [
-        ("expanded_mm_kernels.csv", 65, 1.02, 1.15),  # of other kernels for fewer rows than there are
-        ("expanded_mm_few_rows.csv", 1, 1.03, 1.2),
+        ("h100/expanded_mm_kernels.csv", 65, 1.02, 1.15),  # of other kernels for fewer rows than there are
+        ("h100/expanded_mm_few_rows.csv", 1, 1.03, 1.2),
+        ("h200/expanded_mm_kernels.csv", 65, 1.02, 1.15),
     ],
 )
-def test_choices_of_w4a8_are_near_the_fastest_that_was_measured(extension, h100, stored, name, fewest, mean, worst):
+def test_choices_of_w4a8_are_near_the_fastest_that_was_measured(
+    extension, h100, h200, stored, name, fewest, mean, worst
+):
+    gpu, out_dtype = (h200, "bfloat16") if name.startswith("h200") else (h100, "int32")  # no persistent blocks
     products = {}
-    with stored(f"../h100/{name}").open() as file:
+    with stored(f"../{name}").open() as file:
         for row in csv.DictReader(file):
             if row["kernel"].endswith("int4") and int(row["m"]) >= fewest:
                 products.setdefault((row["m"], row["n"], row["k"]), {})[row["kernel"]] = float(row["us"])
     ratios = {}
     for sizes, times in products.items():
-        # Measured without persistent blocks, which have no results in int32.
-        chosen = extension.ExpandedMmProblem(*map(int, sizes), 1, "int32").select(h100)
+        chosen = extension.ExpandedMmProblem(*map(int, sizes), 1, out_dtype).select(gpu)
         ratios[sizes] = times[chosen] / min(times.values())
     assert math.prod(ratios.values()) ** (1 / len(ratios)) < mean and max(ratios.values()) < worst, ratios

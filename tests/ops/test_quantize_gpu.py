@@ -28,9 +28,12 @@ LENGTHS = (
     16,
     17,
     31,
+    32,
     33,
+    64,
     100,
     127,
+    128,
     248,
     255,
     256,
@@ -189,6 +192,7 @@ def test_any_bits_of_float32(emulated):
     "cols",
     (
         24,
+        128,
         301,
         pytest.param(4096, marks=LONG),
         pytest.param(70001, marks=LONG),
@@ -277,7 +281,7 @@ def test_runs_are_equal(emulated):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second)))
 
 
-@pytest.mark.parametrize("cols", [0, 1, 31, 256, 264, 1000, 4104, 8200, 16392, 65537])
+@pytest.mark.parametrize("cols", [0, 1, 31, 64, 128, 256, 264, 1000, 4104, 8200, 16392, 65537])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_what_shares_a_scale(dtype, cols):
     """In every way that has a kernel, of the handlers themselves; the values and scales stay what they are."""
