@@ -130,20 +130,19 @@ __device__ void bring_terms(RowsOfThread<C> const& rows, int first, int there, b
     float four[RowsOfThread<C>::kAll][kBlocksOfSlot];
 #pragma unroll
     for (int i = 0; i < RowsOfThread<C>::kAll; ++i) {
+      // No read-only loads: what wrote them may have ended after this kernel began.
       float const* const from = rows.from[v][i];
       if (by_fours) {
-        float4 const all = from == nullptr ? float4{} : __ldg(reinterpret_cast<float4 const*>(from + first));
+        float4 const all = from == nullptr ? float4{} : *reinterpret_cast<float4 const*>(from + first);
         four[i][0] = all.x, four[i][1] = all.y, four[i][2] = all.z, four[i][3] = all.w;
       } else {
 #pragma unroll
-        for (int j = 0; j < kBlocksOfSlot; ++j)
-          four[i][j] = from == nullptr || j >= there ? 0 : __ldg(from + first + j);
+        for (int j = 0; j < kBlocksOfSlot; ++j) four[i][j] = from == nullptr || j >= there ? 0 : from[first + j];
       }
     }
 #pragma unroll
     for (int i = 0; i < RowsOfThread<C>::kAll; ++i) {
-      if (C::kSharedB && i == RowsOfThread<C>::kOfA && rows.line[i] != C::kTile)
-        continue;  // all have those of its first
+      if (C::kSharedB && i == RowsOfThread<C>::kOfA && rows.line[i] != C::kTile) continue;  // all have the first one's
 #pragma unroll
       for (int j = 0; j < kBlocksOfSlot; ++j) to[v][j][rows.line[i]] = four[i][j];
     }

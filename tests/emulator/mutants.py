@@ -71,9 +71,15 @@ TESTS = {
         BLOCKS_SM90.format("test_shapes_and_blocks[130-140-1416-320-none-float8_e4m3fn-4]"),
     ],
     "blocks by wgmma": [
-        BOTH_SIDES.format("test_several_tiles_of_wgmma[128x128x128 cluster 2]"),
+        BOTH_SIDES.format("test_several_tiles_of_wgmma[64x64x128]"),
         BOTH_SIDES.format("test_rows_of_whole_sixteens[wgmma 16x64x128-35-9-1424-128]"),
-        BOTH_SIDES.format("test_batches_bias_and_activation_of_whole_sixteens[wgmma 128x128x128]"),
+        BOTH_SIDES.format("test_batches_bias_and_activation_of_whole_sixteens[wgmma 64x64x128]"),
+    ],
+    "blocks that stay": [
+        BOTH_SIDES.format("test_blocks_that_stay[208-64-None-None]"),
+        BOTH_SIDES.format("test_blocks_that_stay[1040-128-int-None]"),
+        BOTH_SIDES.format("test_blocks_that_stay[1808-256-int-int]"),
+        BOTH_SIDES.format("test_wgmma_with_one_scale_of_b[700-384-272-cluster 2 persistent float8_e4m3fn]"),
     ],
     "blocks of few rows": [
         BOTH_SIDES.format("test_rows_of_whole_sixteens[few rows 8x16x512-5-33-4176-64]"),
@@ -84,7 +90,7 @@ TESTS = {
         OF_FLOATS.format("test_is_the_reference[bfloat16-9-70-5136-256-8x32x1024]"),
         OF_FLOATS.format("test_zero_points[False-False-128-16x32x1024]"),
     ],
-    "quantize": [*(ROWS.format(cols) for cols in (100, 1000, 4096, 8200)), SUMS],
+    "quantize": [*(ROWS.format(cols) for cols in (64, 100, 1000, 4096, 8200)), SUMS],
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
     "skinny": [CHOICES.format((7, 200, 4624))],
     "one tile": [CHOICES.format((7, 200, 4624)), CHOICES.format((130, 1544, 272))],
@@ -163,9 +169,10 @@ WEIGHTS, STREAMS, LAUNCH = (f"block_scaled_mm/{name}_sm90.cuh" for name in ("wgm
 EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
 FP8_WEIGHTS, INT8_WEIGHTS = (f"block_scaled_mm/dequantize_{name}.cuh" for name in ("fp8", "int8"))
 EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
-WGMMA_OF_BLOCKS, FEW_ROWS_OF_BLOCKS, QUANTIZE_ROWS = (
-    f"block_quantized_mm/{name}.cuh" for name in ("wgmma_sm90", "few_rows", "quantize_rows")
+WGMMA_OF_BLOCKS, STAGES_OF_BLOCKS, FEW_ROWS_OF_BLOCKS, QUANTIZE_ROWS = (
+    f"block_quantized_mm/{name}.cuh" for name in ("wgmma_sm90", "stages_sm90", "few_rows", "quantize_rows")
 )
+BLOCKS_THAT_STAY = "block_quantized_mm/persistent_sm90.cuh"
 BLOCK_SCALED, BLOCK_STEP, BLOCK_SOURCES, DEQUANTIZE, DIRECT = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "step", "sources", "dequantize", "direct")
 )
@@ -256,8 +263,31 @@ MUTANTS = [
     Mutant("direct: all bytes of a scale's word", DIRECT, "inside ? before + bytes : 0", "4"),
     Mutant("direct: a scale is at the beginning of its word", DIRECT, " >> (where >> bit) % 4 * 8", ""),
     Mutant("direct: rows of x beyond M", DIRECT, "row < p_.m; row", "row < C::kTileM; row"),
-    Mutant("quantize: one chunk too many is loaded", QUANTIZE, "if (i < count) chunks", "if (i <= count) chunks"),
+    Mutant(
+        "quantize: one chunk too many is loaded",
+        QUANTIZE,
+        "if (i < count) chunks[j].load(x + f",
+        "chunks[j].load(x + f",
+    ),
     Mutant("quantize: one chunk too many is stored", QUANTIZE, "if (i >= count) break;", "if (i > count) break;"),
+    Mutant(
+        "quantize: a short row too many is loaded",
+        QUANTIZE,
+        "if (i < count) chunks[j].load(x + i",
+        "chunks[j].load(x + i",
+    ),
+    Mutant(
+        "quantize: a short row too many is stored",
+        QUANTIZE,
+        "bool const is_there = i < count,",
+        "bool const is_there = true,",
+    ),
+    Mutant(
+        "quantize: the range of a part of a short row",
+        QUANTIZE,
+        "= lanes / 2; apart > 0; apart /= 2) {",
+        "= lanes / 4; apart > 0; apart /= 2) {",
+    ),
     Mutant("quantize: one row too many", QUANTIZE, "if (row >= rows) return;", "if (row > rows) return;"),
     Mutant(
         "quantize: no barrier in the reduction", QUANTIZE, "    __syncthreads();\n    range = lane", "    range = lane"
@@ -422,12 +452,6 @@ MUTANTS = [
         "    if (ended) release();\n    warpgroup_wait<1>();\n",
     ),
     Mutant(
-        "blocks by wgmma: stages of the last turn are released",
-        WGMMA_OF_BLOCKS,
-        "loaded_again > 0 && lane",
-        "lane",
-    ),
-    Mutant(
         "blocks by wgmma: terms are not waited for",
         WGMMA_OF_BLOCKS,
         "        Empty::wait(&shared.terms_full[slot.at], slot.turn & 1);\n",
@@ -439,7 +463,7 @@ MUTANTS = [
     ),
     Mutant("blocks by wgmma: terms behind the last block", WGMMA_OF_BLOCKS, "has_data && j < there", "has_data"),
     Mutant(
-        "blocks by wgmma: four terms at once everywhere", WGMMA_OF_BLOCKS, "p.groups % 4 == 0 && in_fours", "in_fours"
+        "blocks by wgmma: four terms at once everywhere", STAGES_OF_BLOCKS, "p.groups() % kBlocksOfSlot == 0 && ", ""
     ),
     Mutant(
         "blocks by wgmma: terms of rows beyond the last",
@@ -450,18 +474,79 @@ MUTANTS = [
     Mutant(
         "blocks by wgmma: too few bytes are expected",
         WGMMA_OF_BLOCKS,
-        "kDown * kStep + share * p.box_rows * kStep",
+        "(kDown + p.box_rows) * kStep",
         "kDown * kStep",
     ),
-    Mutant("blocks by wgmma: whole stores everywhere", WGMMA_OF_BLOCKS, "% 16 == 0 && at_16_bytes(p.out)", "% 1 == 0"),
+    Mutant("blocks by wgmma: whole stores everywhere", WGMMA_OF_BLOCKS, "problem.stores_whole()", "true"),
     Mutant(
         "blocks by wgmma: a block of 64 in the wrong half",
         WGMMA_OF_BLOCKS,
         "kEndsWithinStage ? 2 * half",
         "kEndsWithinStage ? 0",
     ),
-    Mutant("blocks by wgmma: the scale of a row of b for all", WGMMA_OF_BLOCKS, "term(0, kDown)", "term(0, kDown - 1)"),
-    Mutant("blocks by wgmma: scales of other rows", WGMMA_OF_BLOCKS, "scales[i / 2 % 2]", "scales[i % 2]"),
+    Mutant(
+        "blocks that stay: no wait for loads",
+        BLOCKS_THAT_STAY,
+        "      if (half == 0) Full::wait(&shared.full[stage.at], stage.turn & 1);\n",
+    ),
+    Mutant("blocks that stay: no wait for products", BLOCKS_THAT_STAY, "    warpgroup_wait<1>();\n"),
+    Mutant(
+        "blocks that stay: a stage released while it is multiplied",
+        BLOCKS_THAT_STAY,
+        "    warpgroup_wait<1>();\n    if (ended) release();\n",
+        "    if (ended) release();\n    warpgroup_wait<1>();\n",
+    ),
+    Mutant(
+        "blocks that stay: stages of the last turn are released", BLOCKS_THAT_STAY, "loaded_again > 0 && lane", "lane"
+    ),
+    Mutant(
+        "blocks that stay: the last stages of a tile are not released",
+        BLOCKS_THAT_STAY,
+        "    warpgroup_wait<0>();\n    release();\n",
+        "    warpgroup_wait<0>();\n",
+    ),
+    Mutant(
+        "blocks that stay: terms are not waited for",
+        BLOCKS_THAT_STAY,
+        "      Empty::wait(&shared.terms_full[slot.at], slot.turn & 1);\n",
+    ),
+    Mutant(
+        "blocks that stay: terms replace others that are needed",
+        BLOCKS_THAT_STAY,
+        "        if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);\n",
+    ),
+    Mutant("blocks that stay: terms behind the last block", BLOCKS_THAT_STAY, " || j >= there", ""),
+    Mutant("blocks that stay: four terms at once everywhere", BLOCKS_THAT_STAY, "= has_fours(problem)", "= true"),
+    Mutant("blocks that stay: terms of rows beyond the last", BLOCKS_THAT_STAY, "of_side < side.rows && ", ""),
+    Mutant(
+        "blocks that stay: too few bytes are expected",
+        BLOCKS_THAT_STAY,
+        "expect_tx(full, C::kStageBytes)",
+        "expect_tx(full, C::kStageBytes / 2)",
+    ),
+    Mutant("blocks that stay: a block of 64 in the wrong half", BLOCKS_THAT_STAY, "kHalves ? 2 * half : 0", "0"),
+    Mutant("blocks that stay: scales of other rows", BLOCKS_THAT_STAY, "scales[i / 2 % 2]", "scales[i % 2]"),
+    Mutant("blocks that stay: sums of b in place of its zero points", BLOCKS_THAT_STAY, "of_b[(3 - v) % 3]", "of_b[v]"),
+    Mutant(
+        "blocks that stay: a slot that ends early is kept", BLOCKS_THAT_STAY, "    if (of_slot > 0) release_terms();\n"
+    ),
+    Mutant(
+        "blocks that stay: totals of the tile before",
+        BLOCKS_THAT_STAY,
+        "    for (int i = 0; i < kCount; ++i) total[i] = 0;\n",
+        "    for (int i = 0; i < kCount; ++i) total[i] *= 1;\n",
+    ),
+    Mutant(
+        "blocks that stay: results replace others on their way",
+        BLOCKS_THAT_STAY,
+        "        if (leads) tma_store_wait<0>();\n",
+    ),
+    Mutant(
+        "blocks that stay: results that other warps have yet to write",
+        BLOCKS_THAT_STAY,
+        "        cutlass::arch::fence_view_async_shared();\n        sync_group();\n",
+        "        cutlass::arch::fence_view_async_shared();\n",
+    ),
     Mutant("weights by wgmma: no wait for loads", WEIGHTS, "    Full::wait(&shared.full[stage], phase);\n"),
     Mutant(
         "weights by wgmma: a stage released while it is multiplied",
@@ -528,7 +613,7 @@ MUTANTS = [
         "weights in int8: the other half of a word", INT8_WEIGHTS, "lane % 2 == 0 ? 0x5410", "lane % 2 != 0 ? 0x5410"
     ),
     Mutant("weights in int8: the row's own order of words", WEIGHTS, "(j ^ (row / 2 + 4 * h) % 4)", "j"),
-    Mutant("weights in int8: the scale of another row", STREAMS, "piece.first_m + m + i", "piece.first_m + m"),
+    Mutant("weights in int8: the scale of another row", STREAMS, "lane % 4 * 2 + i % 2;", "lane % 4 * 2;"),
     Mutant(
         "weights in fp8: the sums of a block go on in the next",
         WEIGHTS,
