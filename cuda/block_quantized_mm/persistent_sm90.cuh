@@ -74,7 +74,7 @@ struct PersistentSm90 {
 };
 
 struct PersistentParams {
-  int m, n, groups;
+  int n, groups;
   int rounds, steps;  // of a tile: blocks, and stages
   int tiles_across, clusters_down, clusters;
   Side a, b;
@@ -463,18 +463,18 @@ cudaError_t launch_persistent(BlockQuantizedMm const& problem, Submit const& sub
   Gpu const* gpu;
   if (cudaError_t const error = current_gpu(gpu)) return error;
   PersistentParams p{};
-  p.m = problem.m, p.n = problem.n, p.groups = problem.groups();
+  p.n = problem.n, p.groups = problem.groups();
   p.rounds = C::kBlock < kStep ? p.groups + p.groups % 2 : p.groups;  // whole stages
   p.steps = int(int64_t(p.rounds) * C::kBlock / kStep);
-  p.a = {p.m, problem.of_a, problem.a_batch_stride != 0}, p.b = {p.n, problem.of_b, problem.b_batch_stride != 0};
-  p.tiles_across = int(ceil_div(p.n, C::kTile)), p.clusters_down = int(ceil_div(p.m, C::kTile * C::kShare));
+  p.a = {problem.m, problem.of_a, problem.a_batch_stride != 0}, p.b = {p.n, problem.of_b, problem.b_batch_stride != 0};
+  p.tiles_across = int(ceil_div(p.n, C::kTile)), p.clusters_down = int(ceil_div(problem.m, C::kTile * C::kShare));
   p.clusters = p.tiles_across * p.clusters_down * problem.batch;
   p.fours = has_fours(problem);
   auto const epilogue = epilogue_args<true>(problem);
   p.bias = epilogue.bias, p.output = epilogue.output;
 
   CUtensorMap boxes_a, boxes_b, boxes_out;
-  cudaError_t error = make_boxes(problem.a, problem.k, p.m, p.a.batched ? problem.batch : 1, C::kTile, boxes_a);
+  cudaError_t error = make_boxes(problem.a, problem.k, problem.m, p.a.batched ? problem.batch : 1, C::kTile, boxes_a);
   if (error == cudaSuccess) {
     error = make_boxes(problem.b, problem.k, p.n, p.b.batched ? problem.batch : 1, C::kTile / C::kShare, boxes_b);
   }

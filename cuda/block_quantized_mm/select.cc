@@ -94,9 +94,9 @@ PersistentCosts costs_of_persistent(Instance const& i) {
 // Seconds, as predicted from the description of the GPU.
 double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gpu) {
   if (i.few_rows) {
-    // Cycles: in all, for each output and block, and for each value that is quantized, of instructions that were
-    // counted.
-    constexpr double kLaunch = 365, kScaling = 0.21, kQuantizing = 0.13;
+    // Cycles: in all, for each output and block, and for each value that a block quantizes, of one row of an H200.
+    constexpr double kLaunch = 365, kScaling = 0.21;
+    double const kQuantizing = i.in == DType::kS8 ? 1.55 : 2.1;
     double const tiles = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch;
     double const steps = double(ceil_div(p.k, i.tile_k));
     double const scaling = kScaling * (i.zero_points ? 1.3 : 1) * i.tile_m * i.tile_n * p.groups();
@@ -150,7 +150,7 @@ std::optional<int> select_block_quantized_mm(BlockQuantizedMm const& p, Gpu cons
 }
 
 bool quantizes_in_product(BlockQuantizedMm const& p, Gpu const& gpu) {
-  constexpr double kQuantizer = 2e-6;  // seconds, of few rows
+  constexpr double kQuantizer = 4.5e-6;  // seconds, of few rows: what programs on an H200 take longer
   BlockQuantizedMm of_quantized = p;
   of_quantized.a_dtype = p.in;
   static float const somewhere = 0;  // nobody reads there
