@@ -255,15 +255,17 @@ void bind_block_quantized_mm(nb::module_& m) {
              problem.out_dtype = dtype(out);
              problem.block = block;
              static float const somewhere = 0;  // any address: nobody reads there
-             for (char const side : zero_points)
+             for (char const side : zero_points) {
+               if (side != 'a' && side != 'b') throw nb::value_error("zero_points names the sides a and b");
                (side == 'a' ? problem.of_a : problem.of_b).zero_point.data = &somewhere;
+             }
              if (shared_b) problem.of_b.scale.shift = problem.kLog2Shared;
              return problem;
            }),
            nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
            nb::arg("block"), nb::arg("zero_points"), nb::arg("shared_b") = false, nb::arg("a_dtype") = nb::none(),
            nb::arg("symmetric") = true,
-           "With zero points of the sides that are named, \"a\" or \"ab\" for both; whether 128 rows of b share their "
+           "With zero points of the sides that are named, \"a\", \"b\" or \"ab\"; whether 128 rows of b share their "
            "scales.")
       .def(
           "select",

@@ -26,8 +26,8 @@ from jax_qmm.dtypes import FLOAT8
 from jax_qmm.ops.expanded_mm import expanded_mm
 from jax_qmm.tuning import Product
 
-WEIGHTS = ((4096, 14336), (8192, 8192), (28672, 8192), (6144, 4096))  # N, K
-ROWS = (1, 8, 16, 64, 128, 1024, 4096)
+WEIGHTS = ((4096, 14336), (8192, 8192), (28672, 4096), (6144, 4096))  # N, K
+ROWS = (1, 8, 16, 64, 128, 256, 512, 1024, 4096)
 # Of the operands: dtype, block, whether a has zero points, and rows of b that share their scales. The first two are of
 # all weights, the others of two.
 KINDS = (
@@ -39,11 +39,10 @@ KINDS = (
     (jnp.int8, 256, False, 1),
 )
 # N, K and M of int4 weights in blocks of 128 beside int8.
-W4A8_PRODUCTS = (
-    *((4096, 14336, m) for m in (16, 128, 256, 512, 1024, 4096)),
-    *((28672, 4096, m) for m in (16, 64, 128, 256, 512, 2048)),
-    *((4096, 4096, m) for m in (64, 256, 512, 4096)),
-    *((6144, 4096, m) for m in (32, 128)),
+W4A8_PRODUCTS = tuple(
+    (n, k, m)
+    for n, k in ((28672, 8192), (28672, 4096), (8192, 8192), (4096, 14336), (6144, 4096), (4096, 4096))
+    for m in (16, 64, 128, 256, 512, 1024, 4096)
 )
 
 

@@ -8,7 +8,7 @@
 //   warps        role
 //   0 ... 7      two warpgroups, each of 64 rows of a: multiply, scale, and write the results
 //   8            loads a and b by TMA
-//   9, 10        bring the terms of four blocks at a time
+//   9, 10        bring the terms of four blocks at a time; the last one has no work
 //
 //   mbarrier            arrivals of a phase                     who waits
 //   full[stage]         1 and the bytes of what TMA brings      math warps
@@ -83,12 +83,12 @@ struct PersistentParams {
   OutputArg<true> output;
 };
 
-struct Place {
+struct TilePlace {
   int l, first_m, first_n;
 };
 
 // Bands of tiles, each from its first row to its last: what runs at once reads few rows of either operand.
-__device__ inline Place place_of(PersistentParams const& p, int cluster, int share, int rank) {
+__device__ inline TilePlace place_of(PersistentParams const& p, int cluster, int share, int rank) {
   constexpr int kBand = 16, kTile = 128;
   int const of_entry = p.tiles_across * p.clusters_down;
   int const l = cluster / of_entry, band = cluster % of_entry / (kBand * p.clusters_down) * kBand;
@@ -99,15 +99,15 @@ __device__ inline Place place_of(PersistentParams const& p, int cluster, int sha
 // The rows whose terms a thread brings.
 template <class C>
 struct RowsOfThread {
-  static constexpr int kOfA = C::kTile / C::kTermsThreads, kAll = C::kSharedB ? kOfA + 1 : 2 * kOfA;
+  static constexpr int kRowsOfA = C::kTile / C::kTermsThreads, kAll = C::kSharedB ? kRowsOfA + 1 : 2 * kRowsOfA;
   float const* from[C::kVectors][kAll];  // null beyond the last row, and where there are none
   int line[kAll];
 
-  __device__ RowsOfThread(PersistentParams const& p, Place const& at, int thread) {
+  __device__ RowsOfThread(PersistentParams const& p, TilePlace const& at, int thread) {
 #pragma unroll
     for (int i = 0; i < kAll; ++i) {
-      bool const of_a = i < kOfA;
-      int const row = thread + i % kOfA * C::kTermsThreads;
+      bool const of_a = i < kRowsOfA;
+      int const row = thread + i % kRowsOfA * C::kTermsThreads;
       line[i] = of_a ? row : C::line_of(row);
       Side const& side = of_a ? p.a : p.b;
       int const of_side = (of_a ? at.first_m : at.first_n) + row;
@@ -142,7 +142,8 @@ __device__ void bring_terms(RowsOfThread<C> const& rows, int first, int there, b
     }
 #pragma unroll
     for (int i = 0; i < RowsOfThread<C>::kAll; ++i) {
-      if (C::kSharedB && i == RowsOfThread<C>::kOfA && rows.line[i] != C::kTile) continue;  // all have the first one's
+      if (C::kSharedB && i == RowsOfThread<C>::kRowsOfA && rows.line[i] != C::kTile)
+        continue;  // all have the first one's
 #pragma unroll
       for (int j = 0; j < kBlocksOfSlot; ++j) to[v][j][rows.line[i]] = four[i][j];
     }
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     prefetch_tma_descriptor(&boxes_a);
     prefetch_tma_descriptor(&boxes_b);
     prefetch_tma_descriptor(&boxes_out);
-    Place const at = place_of(p, first, kShare, rank);
+    TilePlace const at = place_of(p, first, kShare, rank);
     for (int i = 0; i < min(p.steps, 2); ++i) {  // of b to L2, by the time the kernel before this one is done
       SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_b, i * kStep, at.first_n + rank * (kTile / kShare),
                                        p.b.batched ? at.l : 0);
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       uint64_t const again = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
       constexpr int kRowsB = kTile / kShare;
       Ring<kStages> stage;
-      each_tile([&](Place const& at) {
+      each_tile([&](TilePlace const& at) {
 #pragma unroll 1
         for (int i = 0; i < p.steps; ++i, stage.advance()) {
           uint64_t* const full = &shared.full[stage.at];
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     int const slots = (p.rounds - 1) / kBlocksOfSlot + 1, thread = threadIdx.x - C::kMathThreads - 32;
     if (thread >= C::kTermsThreads) return;
     Ring<C::kSlots> slot;
-    each_tile([&](Place const& at) {
+    each_tile([&](TilePlace const& at) {
       RowsOfThread<C> const rows(p, at, thread);
 #pragma unroll 1
       for (int i = 0; i < slots; ++i, slot.advance()) {
@@ -231,6 +232,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
         int const first = i * kBlocksOfSlot;
         bring_terms<C>(rows, first, p.groups - first, p.fours, shared.terms[slot.at]);
+        asm volatile("" ::: "memory");  // nor does the arrival keep stores before it
         Empty::arrive(&shared.terms_full[slot.at]);
       }
     });
@@ -342,7 +344,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   int const group = warp / 4;
   bool const leads = threadIdx.x % 128 == 0;
   auto const sync_group = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
-  auto const write = [&](Place const& place) {
+  auto const write = [&](TilePlace const& place) {
     p.bias.with_data([&](auto const* bias) {
 #pragma unroll
       for (int i = 0; i < kCount; i += 4) {
@@ -428,7 +430,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   };
   constexpr std::integral_constant<int, 0> kFirst;
   constexpr std::integral_constant<int, 1> kSecond;
-  each_tile([&](Place const& place) {
+  each_tile([&](TilePlace const& place) {
     multiply(kFirst);
     int left = p.rounds - 1;
 #pragma unroll 1
@@ -481,7 +483,7 @@ cudaError_t launch_persistent(BlockQuantizedMm const& problem, Submit const& sub
   if (error != cudaSuccess) return error;
   error = make_boxes_of_results(problem, boxes_out);
   if (error != cudaSuccess) return error;
-  unsigned const blocks = unsigned(std::min(p.clusters, gpu->sm_count / C::kShare) * C::kShare);
+  unsigned const blocks = unsigned(std::min(p.clusters, gpu->sms_in_clusters(C::kShare) / C::kShare) * C::kShare);
   return jax_qmm::launch(submit, shape_of_persistent<C>(dim3(blocks)), persistent_kernel<C>, p, boxes_a, boxes_b,
                          boxes_out);
 }

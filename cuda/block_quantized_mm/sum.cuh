@@ -22,7 +22,8 @@ struct Sum<float> {
 };
 
 // The total of the blocks before, and of one more. `of_a` and `of_b` give what a row of a side has of the block: its
-// scale, zero point and sum. One code for all kernels, whose results are the same bits.
+// scale, zero point and sum. One code for all kernels but that of rows of b that share scales: their results are the
+// same bits.
 template <bool kZeroPointsOfA, bool kZeroPointsOfB = kZeroPointsOfA, class OfA, class OfB>
 __device__ float add_scaled(float total, float sum, OfA const& of_a, OfB const& of_b) {
   if constexpr (kZeroPointsOfA) sum = fmaf(-of_a(1), of_b(2), sum);

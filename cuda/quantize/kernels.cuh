@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kPieceThreads)
   }
 #pragma unroll
   for (int j = 0; j < kShortRows; ++j) {
-    int64_t const i = first + j * kPieceThreads, row = i / lanes;
+    int64_t const i = first + j * kPieceThreads;
     bool const is_there = i < count, is_first = is_there && threadIdx.x % lanes == 0;
     Bounds<kind, typename Chunk<In, V>::Lane> bounds;
     bounds.include(chunks[j]);
@@ -234,8 +234,8 @@ __global__ void __launch_bounds__(kPieceThreads)
     }
     Scale<kind> const scale(range);
     if (is_first) {
-      scales[row] = scale.scale;
-      if (kind == Kind::kInt8ZeroPoint) zero_points[row] = scale.zero_point;
+      scales[i / lanes] = scale.scale;
+      if (kind == Kind::kInt8ZeroPoint) zero_points[i / lanes] = scale.zero_point;
     }
     // Padding is common, and zeros stay the same zeros whatever divides them.
     Divisor const divisor(range.high == 0 && range.low == 0 ? 1.0f : scale.scale);
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kPieceThreads)
     }
     if constexpr (kSums) {
       for (int apart = lanes / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(kAllLanes, sum, apart);
-      if (is_first) sums.of_rows[row] = sum;
+      if (is_first) sums.of_rows[i / lanes] = sum;
     }
   }
 }

@@ -113,6 +113,17 @@ def test_blocks_that_stay(on_reference, only, k, block, zero_a, zero_b):
         np.testing.assert_array_equal(jax.device_get(jax.jit(f)(x, w)), jax.device_get(on_reference(f, x, w)))
 
 
+@pytest.mark.usefixtures("has_wgmma")
+def test_more_tiles_than_sms(on_reference, only, gpu):
+    """On any GPU blocks have several tiles, which are more than one band of them."""
+    n = 128 * max(gpu.sm_count, 16) + 264
+    check(on_reference, only("persistent int8"), qarray((130,), 272, 64, "int"), qarray((n,), 272, 64, seed=1))
+    x = qarray((300,), 272, 128, dtype=F8)
+    check_float8(only("persistent float8_e4m3fn scaled"), x, qarray((n,), 272, 128, dtype=F8, seed=1))
+    w = sharing(n // 128 * 128, 272, 128, F8)
+    check_float8(only("cluster 2 persistent float8_e4m3fn of 128 rows"), x, w)
+
+
 @pytest.mark.parametrize("block", [64, 128, 256])
 @pytest.mark.parametrize("zero_a, zero_b", [("int", None), (None, "int"), ("int", F32)])
 def test_zero_points_of_whole_sixteens(on_reference, only, aligned, block, zero_a, zero_b):
@@ -251,8 +262,12 @@ def test_batches(on_reference, axes):
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf])
-@pytest.mark.parametrize("words", [*TILES, "few rows 8x32x1024", "few rows 16x32x1024"])
-def test_specials_stay_in_their_row(only, words, special):
+@pytest.mark.parametrize(
+    "words", [*TILES, "few rows 8x32x1024", "few rows 16x32x1024", "wgmma 32x64x128", "wgmma 128x128x128 persistent"]
+)
+def test_specials_stay_in_their_row(only, words, special, request):
+    if words.startswith("wgmma"):
+        request.getfixturevalue("has_wgmma")
     only(words)
     x, w = qarray((20,), 160, 64), qarray((40,), 160, 64, seed=1)
     broken = QArray(x.qvalue, x.scale.at[4, 1].set(special), tile_size=64)
