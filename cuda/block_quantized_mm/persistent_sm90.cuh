@@ -29,6 +29,7 @@
 #include "block_quantized_mm/instances.h"
 #include "block_quantized_mm/stages_sm90.cuh"
 #include "block_quantized_mm/sum.cuh"
+#include "block_quantized_mm/terms_sm90.cuh"
 #include "core/cluster.cuh"
 #include "core/launch.cuh"
 #include "core/prepare.h"
@@ -83,73 +84,6 @@ struct PersistentParams {
   OutputArg<true> output;
 };
 
-struct TilePlace {
-  int l, first_m, first_n;
-};
-
-// Bands of tiles, each from its first row to its last: what runs at once reads few rows of either operand.
-__device__ inline TilePlace place_of(PersistentParams const& p, int cluster, int share, int rank) {
-  constexpr int kBand = 16, kTile = 128;
-  int const of_entry = p.tiles_across * p.clusters_down;
-  int const l = cluster / of_entry, band = cluster % of_entry / (kBand * p.clusters_down) * kBand;
-  int const wide = min(kBand, p.tiles_across - band), in_band = cluster % of_entry - band * p.clusters_down;
-  return {l, (in_band / wide * share + rank) * kTile, (band + in_band % wide) * kTile};
-}
-
-// The rows whose terms a thread brings.
-template <class C>
-struct RowsOfThread {
-  static constexpr int kRowsOfA = C::kTile / C::kTermsThreads, kAll = C::kSharedB ? kRowsOfA + 1 : 2 * kRowsOfA;
-  float const* from[C::kVectors][kAll];  // null beyond the last row, and where there are none
-  int line[kAll];
-
-  __device__ RowsOfThread(PersistentParams const& p, TilePlace const& at, int thread) {
-#pragma unroll
-    for (int i = 0; i < kAll; ++i) {
-      bool const of_a = i < kRowsOfA;
-      int const row = thread + i % kRowsOfA * C::kTermsThreads;
-      line[i] = of_a ? row : C::line_of(row);
-      Side const& side = of_a ? p.a : p.b;
-      int const of_side = (of_a ? at.first_m : at.first_n) + row;
-      auto const at_row = [&](InBlocks::Vector const& vector) -> float const* {
-        return of_side < side.rows && vector.data != nullptr ? vector.at(at.l, of_side, p.groups) : nullptr;
-      };
-      from[0][i] = at_row(side.blocks.scale);
-      if constexpr (C::kOfA) from[1][i] = at_row(of_a ? side.blocks.zero_point : side.blocks.sums);
-      if constexpr (C::kOfB) from[2][i] = at_row(of_a ? side.blocks.sums : side.blocks.zero_point);
-    }
-  }
-};
-
-// Brings the terms of four blocks, of which so many are there. Others become zeros, as those of rows that are not
-// there.
-template <class C>
-__device__ void bring_terms(RowsOfThread<C> const& rows, int first, int there, bool by_fours, typename C::Terms& to) {
-#pragma unroll
-  for (int v = 0; v < C::kVectors; ++v) {
-    float four[RowsOfThread<C>::kAll][kBlocksOfSlot];
-#pragma unroll
-    for (int i = 0; i < RowsOfThread<C>::kAll; ++i) {
-      // No read-only loads: what wrote them may have ended after this kernel began.
-      float const* const from = rows.from[v][i];
-      if (by_fours) {
-        float4 const all = from == nullptr ? float4{} : *reinterpret_cast<float4 const*>(from + first);
-        four[i][0] = all.x, four[i][1] = all.y, four[i][2] = all.z, four[i][3] = all.w;
-      } else {
-#pragma unroll
-        for (int j = 0; j < kBlocksOfSlot; ++j) four[i][j] = from == nullptr || j >= there ? 0 : from[first + j];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < RowsOfThread<C>::kAll; ++i) {
-      if (C::kSharedB && i == RowsOfThread<C>::kRowsOfA && rows.line[i] != C::kTile)
-        continue;  // all have the first one's
-#pragma unroll
-      for (int j = 0; j < kBlocksOfSlot; ++j) to[v][j][rows.line[i]] = four[i][j];
-    }
-  }
-}
-
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     persistent_kernel(PersistentParams const p, CUTE_GRID_CONSTANT CUtensorMap const boxes_a,
@@ -163,15 +97,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % kShare;
   int const first = blockIdx.x / kShare, stride = gridDim.x / kShare;
+  auto const tile_of = [&](int cluster) {
+    TilePlace const place = place_in_bands(cluster, p.tiles_across, p.clusters_down);
+    return Tile{place.l, (place.down * kShare + rank) * kTile, place.across * kTile};
+  };
   auto const each_tile = [&](auto f) {
-    for (int cluster = first; cluster < p.clusters; cluster += stride) f(place_of(p, cluster, kShare, rank));
+    for (int cluster = first; cluster < p.clusters; cluster += stride) f(tile_of(cluster));
   };
 
   if (warp == kMathWarps && elect_one_sync()) {
     prefetch_tma_descriptor(&boxes_a);
     prefetch_tma_descriptor(&boxes_b);
     prefetch_tma_descriptor(&boxes_out);
-    TilePlace const at = place_of(p, first, kShare, rank);
+    Tile const at = tile_of(first);
     for (int i = 0; i < min(p.steps, 2); ++i) {  // of b to L2, by the time the kernel before this one is done
       SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_b, i * kStep, at.first_n + rank * (kTile / kShare),
                                        p.b.batched ? at.l : 0);
@@ -201,7 +139,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       uint64_t const again = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
       constexpr int kRowsB = kTile / kShare;
       Ring<kStages> stage;
-      each_tile([&](TilePlace const& at) {
+      each_tile([&](Tile const& at) {
 #pragma unroll 1
         for (int i = 0; i < p.steps; ++i, stage.advance()) {
           uint64_t* const full = &shared.full[stage.at];
@@ -224,8 +162,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     int const slots = (p.rounds - 1) / kBlocksOfSlot + 1, thread = threadIdx.x - C::kMathThreads - 32;
     if (thread >= C::kTermsThreads) return;
     Ring<C::kSlots> slot;
-    each_tile([&](TilePlace const& at) {
-      RowsOfThread<C> const rows(p, at, thread);
+    each_tile([&](Tile const& at) {
+      RowsOfThread<C> const rows(p.a, p.b, p.groups, at, thread);
 #pragma unroll 1
       for (int i = 0; i < slots; ++i, slot.advance()) {
         if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);
@@ -344,20 +282,20 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   int const group = warp / 4;
   bool const leads = threadIdx.x % 128 == 0;
   auto const sync_group = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
-  auto const write = [&](TilePlace const& place) {
+  auto const write = [&](Tile const& tile) {
     p.bias.with_data([&](auto const* bias) {
 #pragma unroll
       for (int i = 0; i < kCount; i += 4) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          int const n = min(place.first_n + i * 2 + lane % 4 * 2 + h, p.n - 1);
-          float const value = float(bias[place.l * p.bias.batch_stride + n * p.bias.stride]);
+          int const n = min(tile.first_n + i * 2 + lane % 4 * 2 + h, p.n - 1);
+          float const value = float(bias[tile.l * p.bias.batch_stride + n * p.bias.stride]);
           total[i + h] += value, total[i + 2 + h] += value;
         }
       }
     });
     if (p.output.activation != Activation::kNone) {
-      FullOutput output = p.output.at(place.l);
+      FullOutput output = p.output.at(tile.l);
       output.dtype = DType::kF32;
 #pragma unroll
       for (int i = 0; i < kCount; i += 4) {
@@ -379,7 +317,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         cutlass::arch::fence_view_async_shared();
         sync_group();
         if (!leads) continue;
-        SM90_TMA_STORE_3D::copy(&boxes_out, own, place.first_n + column, place.first_m + 64 * group, place.l);
+        SM90_TMA_STORE_3D::copy(&boxes_out, own, tile.first_n + column, tile.first_m + 64 * group, tile.l);
         tma_store_arrive();
       }
     };
@@ -428,24 +366,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     release();
     add(now);
   };
-  constexpr std::integral_constant<int, 0> kFirst;
-  constexpr std::integral_constant<int, 1> kSecond;
-  each_tile([&](TilePlace const& place) {
-    multiply(kFirst);
-    int left = p.rounds - 1;
-#pragma unroll 1
-    for (; left >= 2; left -= 2) {
-      step(kFirst, kSecond);
-      step(kSecond, kFirst);
-    }
-    if (left == 1) {
-      step(kFirst, kSecond);
-      last(kSecond);
-    } else {
-      last(kFirst);
-    }
+  each_tile([&](Tile const& tile) {
+    alternate(p.rounds, multiply, step, last);
     if (of_slot > 0) release_terms();
-    write(place);
+    write(tile);
   });
   if (leads) tma_store_wait<0>();
 }

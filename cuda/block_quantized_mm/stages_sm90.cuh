@@ -37,6 +37,41 @@ struct Ring {
   }
 };
 
+struct TilePlace {
+  int l, across, down;
+};
+
+// Bands of tiles, each from its first row to its last: what runs at once reads few rows of either operand.
+__device__ inline TilePlace place_in_bands(unsigned tile, int tiles_across, int tiles_down) {
+  constexpr int kBand = 16;
+  int const of_entry = tiles_across * tiles_down, l = tile / of_entry;
+  int const band = tile % of_entry / (kBand * tiles_down) * kBand;
+  int const wide = min(kBand, tiles_across - band), in_band = tile % of_entry - band * tiles_down;
+  return {l, band + in_band % wide, in_band / wide};
+}
+
+// Rounds of products into one of two sets of sums in turn: `multiply` begins the first one, `step` the next one into
+// the second set it is given while it adds the first, and `last` adds what is left. Without branches around products
+// whose sums others take: ptxas would have each wait for those before it.
+template <class Multiply, class Step, class Last>
+__device__ void alternate(int rounds, Multiply const& multiply, Step const& step, Last const& last) {
+  constexpr std::integral_constant<int, 0> kFirst;
+  constexpr std::integral_constant<int, 1> kSecond;
+  multiply(kFirst);
+  int left = rounds - 1;
+#pragma unroll 1
+  for (; left >= 2; left -= 2) {
+    step(kFirst, kSecond);
+    step(kSecond, kFirst);
+  }
+  if (left == 1) {
+    step(kFirst, kSecond);
+    last(kSecond);
+  } else {
+    last(kFirst);
+  }
+}
+
 // Whether the terms of four blocks can be loaded at once.
 inline bool has_fours(BlockQuantizedMm const& p) {
   auto const of_side = [](InBlocks const& side) {

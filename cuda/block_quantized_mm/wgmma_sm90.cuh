@@ -127,12 +127,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
 
-  // Bands of tiles, each from its first row to its last: what runs at once reads few rows of either operand.
-  constexpr int kBand = 16;
-  int const of_entry = p.tiles_across * p.tiles_down;
-  int const l = blockIdx.x / of_entry, band = blockIdx.x % of_entry / (kBand * p.tiles_down) * kBand;
-  int const wide = min(kBand, p.tiles_across - band), in_band = blockIdx.x % of_entry - band * p.tiles_down;
-  int const first_across = (band + in_band % wide) * kAcross, first_down = in_band / wide * kDown;
+  TilePlace const place = place_in_bands(blockIdx.x, p.tiles_across, p.tiles_down);
+  int const l = place.l, first_across = place.across * kAcross, first_down = place.down * kDown;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // What is multiplied, of which the last blocks and the end of the last stage may not be there: zeros.
   int const rounds = (p.groups - 1) / C::kRound + 1, blocks = rounds * C::kRound;
@@ -283,9 +279,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       }
     }
   };
-  // Without branches around products whose sums others take: ptxas would have each wait for those before it.
-  constexpr std::integral_constant<int, 0> kFirst;
-  constexpr std::integral_constant<int, 1> kSecond;
   auto const step = [&](auto now, auto next) {
     bool const ended = half == 0;  // with a stage, as the next one may not
     multiply(next);
@@ -297,19 +290,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     warpgroup_wait<0>();
     add_round(now);
   };
-  multiply(kFirst);
-  int left = rounds - 1;
-#pragma unroll 1
-  for (; left >= 2; left -= 2) {
-    step(kFirst, kSecond);
-    step(kSecond, kFirst);
-  }
-  if (left == 1) {
-    step(kFirst, kSecond);
-    last(kSecond);
-  } else {
-    last(kFirst);
-  }
+  alternate(rounds, multiply, step, last);
 
   // The sums take the place of the stages, in which no more data arrive: results side by side are of one row.
   sync_math<C::kMathThreads>();

@@ -132,13 +132,14 @@ struct Piece {
   }
 };
 
-// Elements [first, end) of a row whose scale is none that Divisor is quick for: zero, minute, huge, negative or NaN.
-// Rare, so one element at a time. Gives the sum of this thread's values, if it is asked for.
+// Every `step`th of the elements [first, end) of a row whose scale is none that Divisor is quick for: zero, minute,
+// huge, negative or NaN. Rare, so one element at a time. Gives the sum of this thread's values, if it is asked for.
 template <Kind kind, bool kSums, class In>
-__device__ int32_t quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t end, float scale, float zero_point) {
+__device__ int32_t quantize_slowly(In const* x, uint8_t* q, int64_t first, int64_t end, unsigned step, float scale,
+                                   float zero_point) {
   int32_t sum = 0;
 #pragma unroll 1
-  for (int64_t i = first + threadIdx.x; i < end; i += blockDim.x) {
+  for (int64_t i = first; i < end; i += step) {
     uint8_t const value = convert<kind>(shift<kind, false>(static_cast<float>(x[i]) / scale, zero_point));
     q[i] = value;
     if constexpr (kSums) sum += static_cast<int8_t>(value);
@@ -194,7 +195,8 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, kSmThreads / kRowThreads<V,
       if (threadIdx.x == 0) sums.of_rows[row] = sum;
     }
   };
-  if (!divisor.quick) return write_sum(quantize_slowly<kind, kSums>(x, q, 0, cols, scale.scale, zero_point));
+  if (!divisor.quick)
+    return write_sum(quantize_slowly<kind, kSums>(x, q, threadIdx.x, cols, blockDim.x, scale.scale, zero_point));
   int32_t sum = 0;
   while (true) {
     sum += piece.template store<true, kSums>(q, first, cols, divisor, zero_point);
@@ -244,13 +246,7 @@ __global__ void __launch_bounds__(kPieceThreads)
     if (is_there && divisor.quick) {
       sum = store<kind, true, kSums>(chunks[j], q + i * V, divisor, zero_point);
     } else if (is_there) {
-#pragma unroll 1
-      for (int v = 0; v < V; ++v) {
-        float const value = static_cast<float>(x[i * V + v]) / scale.scale;
-        uint8_t const quantized = convert<kind>(shift<kind, false>(value, zero_point));
-        q[i * V + v] = quantized;
-        if constexpr (kSums) sum += static_cast<int8_t>(quantized);
-      }
+      sum = quantize_slowly<kind, kSums>(x, q, i * V, (i + 1) * V, 1, scale.scale, zero_point);
     }
     if constexpr (kSums) {
       for (int apart = lanes / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(kAllLanes, sum, apart);
@@ -316,8 +312,8 @@ __global__ void __launch_bounds__(kPieceThreads, V > 1 && kSmThreads > 1024 ? 5 
     if (divisor.quick) {
       sum = piece.template store<false, kSums>(q + row * cols, first, cols, divisor, zero_point);
     } else {
-      sum = quantize_slowly<kind, kSums>(x + row * cols, q + row * cols, first, min(first + step, cols), scale.scale,
-                                         zero_point);
+      sum = quantize_slowly<kind, kSums>(x + row * cols, q + row * cols, first + threadIdx.x, min(first + step, cols),
+                                         blockDim.x, scale.scale, zero_point);
     }
     if constexpr (kSums) {
       sum = reduce_sum(sum);

@@ -182,13 +182,10 @@ def row_of(scheme: str, network: str, layer: Layer, images: int, bandwidth: floa
 def calls(scheme: str, layer: Layer, images: int, roofline_us: float) -> dict[str, Callable[[], float]]:
     """What measures each of `contestants` inside jitted programs."""
     measure._call_each.clear_cache()  # of the layers before  # pyright: ignore[reportAttributeAccessIssue]
-
-    def timed(function, make):
-        count = measure.count_sets(_bytes(jax.eval_shape(make, 0)), 12)
-        sets = functools.cache(lambda: measure.chain([make(i) for i in range(count)], max(roofline_us, 60)))
-        return lambda: measure.jit_us(function, sets())
-
-    return {name: timed(*each) for name, each in contestants(scheme, layer, images).items()}
+    return {
+        name: measure.jit_call(function, make, _bytes(jax.eval_shape(make, 0)), max(roofline_us, 60))
+        for name, (function, make) in contestants(scheme, layer, images).items()
+    }
 
 
 def autotune_xla(scheme: str, layers: Sequence[tuple[str, Layer]], images: int) -> None:

@@ -103,6 +103,15 @@ def jit_us(function: Callable, sets: Sequence[tuple]) -> float:
     return statistics.median(spans) / len(sets) / 1e3
 
 
+def jit_call(function: Callable, make: Callable[[int], tuple], nbytes: int, us: float) -> Callable[[], float]:
+    """What measures calls of `function`, of about `us`, by `jit_us`; `make` gives its operands, of `nbytes`, by a seed.
+
+    They are made once, when it is first called.
+    """
+    sets = functools.cache(lambda: chain([make(i) for i in range(count_sets(nbytes, 12))], us))
+    return lambda: jit_us(function, sets())
+
+
 def copy_bandwidth(nbytes: int = 128 << 20, count: int = 8) -> float:
     """Bytes a second, read and written, of `count` copies of `nbytes` each on the device."""
     sets = [(jnp.full((nbytes,), i, jnp.int8),) for i in range(count)]

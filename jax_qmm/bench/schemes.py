@@ -77,15 +77,10 @@ def calls(scheme: Scheme, shape: Shape, roofline_us: float) -> dict[str, Callabl
     x = lambda i: jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16)
     weight = jax.jit(functools.partial(weight_of, scheme, n, k))
     dense = lambda i: jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16)
-
-    def timed(function, make, size):
-        count = measure.count_sets(size, 12)
-        sets = functools.cache(lambda: measure.chain([(x(i), make(i)) for i in range(count)], roofline_us))
-        return lambda: measure.jit_us(function, sets())
-
+    call = lambda function, w, size: measure.jit_call(function, lambda i: (x(i), w(i)), size, roofline_us)
     return {
-        "ours": timed(product(scheme), weight, nbytes(scheme, shape)),
-        "xla_bf16": timed(xla_bf16, dense, 2 * (n * k + m * k + m * n)),
+        "ours": call(product(scheme), weight, nbytes(scheme, shape)),
+        "xla_bf16": call(xla_bf16, dense, 2 * (n * k + m * k + m * n)),
     }
 
 

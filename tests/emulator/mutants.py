@@ -172,7 +172,7 @@ EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
 WGMMA_OF_BLOCKS, STAGES_OF_BLOCKS, FEW_ROWS_OF_BLOCKS, QUANTIZE_ROWS = (
     f"block_quantized_mm/{name}.cuh" for name in ("wgmma_sm90", "stages_sm90", "few_rows", "quantize_rows")
 )
-BLOCKS_THAT_STAY = "block_quantized_mm/persistent_sm90.cuh"
+BLOCKS_THAT_STAY, TERMS_OF_BLOCKS = (f"block_quantized_mm/{name}_sm90.cuh" for name in ("persistent", "terms"))
 BLOCK_SCALED, BLOCK_STEP, BLOCK_SOURCES, DEQUANTIZE, DIRECT = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "step", "sources", "dequantize", "direct")
 )
@@ -519,9 +519,9 @@ MUTANTS = [
         BLOCKS_THAT_STAY,
         "        if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);\n",
     ),
-    Mutant("blocks that stay: terms behind the last block", BLOCKS_THAT_STAY, " || j >= there", ""),
+    Mutant("blocks that stay: terms behind the last block", TERMS_OF_BLOCKS, " || j >= there", ""),
     Mutant("blocks that stay: four terms at once everywhere", BLOCKS_THAT_STAY, "= has_fours(problem)", "= true"),
-    Mutant("blocks that stay: terms of rows beyond the last", BLOCKS_THAT_STAY, "of_side < side.rows && ", ""),
+    Mutant("blocks that stay: terms of rows beyond the last", TERMS_OF_BLOCKS, "of_side < side.rows && ", ""),
     Mutant(
         "blocks that stay: too few bytes are expected",
         BLOCKS_THAT_STAY,
