@@ -14,15 +14,12 @@ import csv
 import gzip
 import subprocess
 import time
-from collections.abc import Sequence
 from itertools import chain
 from statistics import geometric_mean, median
 
-import jax
 from tqdm import tqdm
 
 from jax_qmm.bench import measure, shapes
-from jax_qmm.tuning import Product
 
 COLUMNS = (
     *("gpu", "m", "n", "k", "copy_us", "mma_us"),
@@ -38,16 +35,6 @@ def candidates(problem, gpu) -> dict[tuple[int, int], float]:
     chosen = problem.select(gpu)
     fast = {choice: us for choice, us in predicted.items() if us < 2 * predicted[chosen]}
     return {chosen: fast[chosen]} | fast
-
-
-def autotune_xla(products: Sequence[Product]) -> None:
-    """As `measure.autotune_xla` for the int8 products alone."""
-    specs = [
-        [jax.ShapeDtypeStruct(*of) for of in (((m, k), "int8"), ((n, k), "int8"), ((m,), "float32"), ((n,), "float32"))]
-        for m, n, k, *_ in products
-    ]
-    program = jax.jit(lambda each: [measure.xla_scaled_mm(*given) for given in each])
-    program.lower(specs).compile({"xla_gpu_autotune_level": 2})
 
 
 def main():
@@ -69,7 +56,7 @@ def main():
     weights = list(chain.from_iterable(shapes.MODELS.values()))
     products = [shapes.product(m, *weight, "int8", "bfloat16") for m in rows for weight in weights]
     if args.xla:
-        autotune_xla(products)
+        measure.autotune_xla([(measure.xla_scaled_mm, measure.specs(product, "int8")) for product in products])
         print(f"{time.monotonic() - began:.1f} s until XLA had chosen its kernels")
     measured, times = [], []
     for product in tqdm(products, unit="product"):

@@ -135,6 +135,7 @@ def layers_of(scheme: str) -> list[tuple[str, Layer]]:
     return every if scheme == "conv" else [(name, layer) for name, layer in every if layer.channels % 64 == 0]
 
 
+@functools.cache  # for what makes operands is compiled once for all
 def contestants(scheme: str, layer: Layer, images: int) -> dict[str, tuple[Callable, Callable[[int], tuple]]]:
     """For each of `LABELS` that takes part: the function, and what makes its random operands, given a seed."""
     of_x = images, layer.size, layer.size, layer.channels
@@ -189,18 +190,15 @@ def calls(scheme: str, layer: Layer, images: int, roofline_us: float) -> dict[st
 
 
 def autotune_xla(scheme: str, layers: Sequence[tuple[str, Layer]], images: int) -> None:
-    """Has XLA choose its kernels for all layers in one program, where it compiles candidates of many at a time.
-
-    It remembers the choices for later programs of this process.
-    """
-    calls = [
-        (function, jax.eval_shape(make, 0))
-        for _, layer in layers
-        for name, (function, make) in contestants(scheme, layer, images).items()
-        if name != "ours"
-    ]
-    program = lambda each: [function(*operands) for (function, _), operands in zip(calls, each)]
-    jax.jit(program).lower([operands for _, operands in calls]).compile()
+    """Has XLA choose its kernels for all layers."""
+    measure.autotune_xla(
+        [
+            (function, jax.eval_shape(make, 0))
+            for _, layer in layers
+            for name, (function, make) in contestants(scheme, layer, images).items()
+            if name != "ours"
+        ]
+    )
 
 
 def measure_all(scheme, layers, images, bandwidth, peak, rows, failures) -> Iterator[None]:

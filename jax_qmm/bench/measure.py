@@ -165,24 +165,22 @@ def xla_bf16(a, b, scale_a, scale_b):
     return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
 
-def autotune_xla(products: Sequence[Product]) -> None:
-    """Has XLA choose its kernels for the products, which takes it as long for all of one program as for one of them.
+def autotune_xla(calls: Sequence[tuple[Callable, Sequence[Any]]]) -> None:
+    """Has XLA choose its kernels for functions of operands as `jax.ShapeDtypeStruct`s.
 
-    It remembers the choices for later programs of this process.
+    That takes it as long for all of one program as for one of them, and it remembers the choices for later programs of
+    this process.
     """
+    program = jax.jit(lambda each: [function(*operands) for (function, _), operands in zip(calls, each)])
+    # Kernels are timed, but not checked, which takes ten times as long where there is much to compute.
+    program.lower([operands for _, operands in calls]).compile({"xla_gpu_autotune_level": 2})
 
-    def specs(dtype, m, n, k):
-        return [
-            jax.ShapeDtypeStruct(*of) for of in (((m, k), dtype), ((n, k), dtype), ((m,), "float32"), ((n,), "float32"))
-        ]
 
-    def program(eight, bf16):
-        return [xla_scaled_mm(*given) for given in eight], [xla_bf16(*given) for given in bf16]
-
-    eight = [specs(product.dtype, *product[:3]) for product in products]
-    bf16 = [specs("bfloat16", *shape) for shape in dict.fromkeys(product[:3] for product in products)]
-    # Kernels are timed, but not checked, which takes ten times as long at large M.
-    jax.jit(program).lower(eight, bf16).compile({"xla_gpu_autotune_level": 2})
+def specs(product: Product, dtype: str) -> list[jax.ShapeDtypeStruct]:
+    """The `operands` of a product."""
+    m, n, k = product[:3]
+    of = ((m, k), dtype), ((n, k), dtype), ((m,), "float32"), ((n,), "float32")
+    return [jax.ShapeDtypeStruct(*each) for each in of]
 
 
 def chain(sets: list[tuple], us: float) -> list[tuple]:

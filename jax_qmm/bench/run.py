@@ -56,8 +56,11 @@ def measure_all(
     """Measures ours and the peers and shows a progress bar; appends to `rows` and `failures` as it goes."""
     if "xla" in peers:
         for m in tqdm(dict.fromkeys(product.m for product in products), desc="XLA compiles", unit="M"):
+            of_m = [product for product in products if product.m == m]
+            calls = [(measure.xla_scaled_mm, measure.specs(product, product.dtype)) for product in of_m]
+            bf16 = {product[:3]: (measure.xla_bf16, measure.specs(product, "bfloat16")) for product in of_m}
             try:
-                measure.autotune_xla([product for product in products if product.m == m])
+                measure.autotune_xla([*calls, *bf16.values()])
             except RuntimeError as error:  # one by one, then
                 failures.append(f"XLA failed on all products of M {m} together: {first_line(error)}")
     with tqdm(products, desc="bench", unit="product") as bar:

@@ -66,6 +66,7 @@ def nbytes(scheme: Scheme, shape: Shape) -> int:
     return jax.eval_shape(lambda: weight_of(scheme, n, k, 0)).nbytes + 2 * m * k + 2 * m * n
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def weight_of(scheme: Scheme, n: int, k: int, seed: Any) -> QArray:
     """A random weight `(N, K)` as the scheme quantizes it."""
     return scheme.quantize_weight(jax.random.normal(jax.random.key(seed), (n, k)), (-1,))
@@ -75,7 +76,7 @@ def calls(scheme: Scheme, shape: Shape, roofline_us: float) -> dict[str, Callabl
     """What measures, inside jitted programs: the scheme's product, and XLA's of bfloat16."""
     m, n, k = shape
     x = lambda i: jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16)
-    weight = jax.jit(functools.partial(weight_of, scheme, n, k))
+    weight = functools.partial(weight_of, scheme, n, k)
     dense = lambda i: jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16)
     call = lambda function, w, size: measure.jit_call(function, lambda i: (x(i), w(i)), size, roofline_us)
     return {
@@ -89,6 +90,12 @@ def measure_all(
 ) -> Iterator[None]:
     """Measures the scheme of that name and shows a progress bar; appends to `rows` and `failures`, and yields each."""
     scheme = SCHEMES[name]
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    tqdm.write("XLA chooses its kernels")
+    try:
+        measure.autotune_xla([(xla_bf16, (bf16(m, k), bf16(n, k))) for m, n, k in shapes])
+    except RuntimeError as error:  # one by one, then
+        failures.append(f"XLA failed on all products together: {first_line(error)}")
     with tqdm(shapes, desc="bench", unit="product") as bar:
         for shape in bar:
             m, n, k = shape

@@ -28,15 +28,19 @@ def test_xla_computes_the_same(product):
     assert np.abs(ours).max() > 0
 
 
-def test_xla_chooses_for_all_products_in_one_program(monkeypatch):
+def test_xla_chooses_for_all_in_one_program():
     seen = []
-    for name in ("xla_scaled_mm", "xla_bf16"):
-        monkeypatch.setattr(measure, name, lambda *given, name=name: seen.append((name, *given[:2])) or given[0])
-    measure.autotune_xla([INT8, FP8])
-    assert [(name, a.shape, b.shape, a.dtype, b.dtype) for name, a, b in seen] == [
-        (name, (4, 32), (16, 32), dtype, dtype)
-        for name, dtype in (("xla_scaled_mm", "int8"), ("xla_scaled_mm", "float8_e4m3fn"), ("xla_bf16", "bfloat16"))
+
+    def first(a, b, *scales):
+        seen.append((a, b))
+        return a
+
+    measure.autotune_xla([(first, measure.specs(product, product.dtype)) for product in (INT8, FP8)])
+    assert [(a.shape, b.shape, a.dtype, b.dtype) for a, b in seen] == [
+        ((4, 32), (16, 32), dtype, dtype) for dtype in ("int8", "float8_e4m3fn")
     ]
+    shapes = lambda arrays: [(each.shape, each.dtype) for each in arrays]
+    assert shapes(measure.specs(INT8, "bfloat16")) == shapes(measure.operands(INT8, "bfloat16")[0])
 
 
 def test_bf16_has_as_many_operands_of_its_own():

@@ -168,8 +168,10 @@ def test_xla_chooses_for_all_products_of_one_m_together(bench, monkeypatch):
     together = []
     monkeypatch.setattr(measure, "autotune_xla", together.append)
     bench()
-    assert [[(p.m, p.dtype, p.n) for p in products] for products in together] == [
-        [(m, dtype, n) for n in (64, 32) for dtype in ("int8", "float8_e4m3fn")] for m in (1, 32)
+    assert [[(function, a.shape[0], a.dtype, b.shape[0]) for function, (a, b, *_) in calls] for calls in together] == [
+        [(measure.xla_scaled_mm, m, dtype, n) for n in (64, 32) for dtype in ("int8", "float8_e4m3fn")]
+        + [(measure.xla_bf16, m, "bfloat16", n) for n in (64, 32)]
+        for m in (1, 32)
     ]
     together.clear()
     bench("--peers", "cublaslt")

@@ -68,6 +68,19 @@ def test_quantized_activations(bench, scheme, words, runs, nbytes, capsys):
     assert op.op.startswith(runs)
 
 
+def test_xla_may_fail_on_all_products_together(bench, monkeypatch, capsys):
+    def fail(calls):
+        assert [(x.shape, w.shape) for _, (x, w) in calls] == [
+            ((m, k), (n, k)) for n, k in ((8, 256), (16, 128)) for m in (1, 32)
+        ]
+        raise RuntimeError("out of memory\nand much more")
+
+    monkeypatch.setattr(measure, "autotune_xla", fail)
+    assert bench("w4a16") == 0
+    out = capsys.readouterr().out
+    assert "XLA failed on all products together: out of memory\n" in out and "2.00x of 4" in out
+
+
 def test_operations_bound_large_products(bench):
     rows = []
     [*schemes.measure_all("w4a16", [(32, 8, 256)], 1e30, 1e9, rows, [])]
