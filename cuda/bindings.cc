@@ -183,28 +183,38 @@ void bind_scaled_mm(nb::module_& m) {
   m.def("clear_scaled_mm_tuning", clear_scaled_mm_tuning, "Forgets what was tuned.");
 }
 
+using WindowsOf = std::tuple<int, int, Sizes, Sizes, Sizes, Sizes, Sizes, Sizes>;
+
+Windows windows_of(WindowsOf const& given) {
+  auto const& [images, channels, image, taps, pixels, strides, before, dilation] = given;
+  return {images, 1, channels, image, taps, pixels, strides, before, dilation};
+}
+
 void bind_block_scaled_mm(nb::module_& m) {
   nb::class_<BlockScaledMm>(m, "BlockScaledMmProblem", "A product with weights that have scales for blocks of K.")
-      .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int bits,
-                       int block, std::optional<std::string> const& zero_point, bool windows) {
-             BlockScaledMm problem{};
-             if (windows) problem.windows.emplace();
-             problem.m = m;
-             problem.n = n;
-             problem.k = k;
-             problem.batch = batch;
-             problem.in = dtype(in);
-             problem.out_dtype = dtype(out);
-             problem.bits = bits;
-             problem.block = block;
-             problem.workspace_bytes = kMostWorkspace;
-             if (zero_point) problem.zero_point = {&problem, dtype(*zero_point)};  // any address: nobody reads there
-             return problem;
-           }),
-           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
-           nb::arg("bits"), nb::arg("block"), nb::arg("zero_point"), nb::arg("windows") = false,
-           "Of x's dtype, the result's, and the zero points' (int8 or a float dtype), None without; with "
-           "windows, rows of x are windows on images.")
+      .def(
+          nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int bits,
+                      int block, std::optional<std::string> const& zero_point,
+                      std::optional<WindowsOf> const& windows) {
+            BlockScaledMm problem{};
+            if (windows) problem.windows = windows_of(*windows);
+            problem.m = m;
+            problem.n = n;
+            problem.k = k;
+            problem.batch = batch;
+            problem.in = dtype(in);
+            problem.out_dtype = dtype(out);
+            problem.bits = bits;
+            problem.block = block;
+            problem.workspace_bytes = kMostWorkspace;
+            if (zero_point) problem.zero_point = {&problem, dtype(*zero_point)};  // any address: nobody reads there
+            return problem;
+          }),
+          nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
+          nb::arg("bits"), nb::arg("block"), nb::arg("zero_point"), nb::arg("windows") = nb::none(),
+          "Of x's dtype, the result's, and the zero points' (int8 or a float dtype), None without. Where rows of x are "
+          "windows on images: how many, their channels, and of three axes sizes of the image, the window and the "
+          "result, strides, padding before the image, and dilation of the window.")
       .def(
           "select",
           [](BlockScaledMm const& p, Gpu const& gpu) -> std::optional<std::string> {

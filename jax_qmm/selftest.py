@@ -17,7 +17,7 @@ from tqdm import tqdm
 import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.ops import block_quantized_mm, conv
-from jax_qmm.ops.conv_form import Window
+from jax_qmm.ops.conv_form import Window, in_three
 from jax_qmm.ops.expanded_mm import expanded_mm
 from jax_qmm.reference import (
     activation as activations,
@@ -72,9 +72,10 @@ BLOCK_N, BLOCK_K, BLOCK_ROWS = 264, 1168, (7, 133)
 FLOAT_KINDS = (("int8", 32, True), ("int8", 64, True), ("int8", 128, False), ("float8_e4m3fn", 128, True))
 FLOAT_ROWS = 11
 
-# Windows of convolutions; and images, outputs and blocks, which end within taps, where weights have them.
+# Windows of convolutions; and where weights have blocks, which end within taps: the sizes of images, and outputs and
+# columns of a block for each number of channels. TMA brings images whose channels are multiples of 64.
 TAPS, STRIDES, DILATION, PADDING = WINDOW = (3, 2), (2, 1), (1, 2), ((1, 2), (0, 1))
-IMAGES, WINDOW_OUTPUTS, WINDOW_BLOCK = (3, 9, 7, 24), 133, 32
+IMAGES, OF_CHANNELS = (3, 9, 7), {24: (133, 32), 192: (136, 128)}
 
 # Convolutions: channels of a group, groups, output channels, and the window. Copies are of 16, 8 and 4 bytes; depthwise
 # square windows have kernels of their own.
@@ -352,31 +353,40 @@ def check_quantizing_mm(kernels, gpu, a_dtype: str, kind: tuple[str, int, bool])
         yield Result(op, _extension.as_compiled(kernels, words, gpu), f"M {m}, N {n}, K {k}, blocks of {block}", wrong)
 
 
-def check_weight_only_conv(kernels, gpu, dtype: str, bits: int, zero_dtype: str | None) -> Iterator[Result]:
+def check_weight_only_conv(
+    kernels, gpu, dtype: str, bits: int, zero_dtype: str | None, channels: int
+) -> Iterator[Result]:
     """Runs every kernel that serves such a convolution; the tolerance is that of `check_block_scaled_mm`."""
     rng = np.random.default_rng(bits)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
-    k = math.prod(TAPS) * IMAGES[-1]
-    q = jnp.asarray(rng.integers(low, high, (WINDOW_OUTPUTS, k), np.int8))
-    blocks = (WINDOW_OUTPUTS, -(-k // WINDOW_BLOCK))
+    images, (outputs, block) = (*IMAGES, channels), OF_CHANNELS[channels]
+    out_dtype = jnp.dtype(dtype if channels % 64 == 0 else "float32")
+    k = math.prod(TAPS) * channels
+    q = jnp.asarray(rng.integers(low, high, (outputs, k), np.int8))
+    blocks = (outputs, -(-k // block))
     zeros = jnp.asarray(rng.uniform(low, high, blocks).astype(zero_dtype)) if zero_dtype else None
     scale = jnp.asarray(rng.uniform(0.5, 2, blocks).astype("f"))
-    rows = jax_qmm.QArray(q, scale, zeros, qtype=f"int{bits}", tile_size=WINDOW_BLOCK).pack()
-    w = rows.reshape(WINDOW_OUTPUTS, *TAPS, IMAGES[-1])
-    x = jnp.asarray(rng.standard_normal(IMAGES, np.float32), dtype)
-    spread = lambda leaf: np.repeat(np.float64(leaf), WINDOW_BLOCK, 1)[:, :k]
+    rows = jax_qmm.QArray(q, scale, zeros, qtype=f"int{bits}", tile_size=block).pack()
+    w = rows.reshape(outputs, *TAPS, channels)
+    x = jnp.asarray(rng.standard_normal(images, np.float32), dtype)
+    spread = lambda leaf: np.repeat(np.float64(leaf), block, 1)[:, :k]
     dense = ((np.float64(q) - (spread(zeros) if zero_dtype else 0)) * spread(scale)).reshape(w.shape)
     want, size = (_convolved(f(np.float64(x)), f(dense)) for f in (lambda x: x, np.abs))
-    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype] * (zero_dtype == "float32")
-    tolerance = (1.01 * unit + (k + 16) * 2.0**-23) * size + 2.0**-23 * np.abs(want)
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     window: Any = (STRIDES, PADDING, None, DILATION, ("NHWC", "OHWI", "NHWC"))
-    run = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, *window, out_dtype=jnp.float32))
-    kind = dtype, "float32", bits, WINDOW_BLOCK, "int8" if zero_dtype == "int32" else zero_dtype
-    choices = kernels.BlockScaledMmProblem(want[..., 0].size, WINDOW_OUTPUTS, k, 1, *kind, windows=True).choices(gpu)
+    run = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, *window, out_dtype=out_dtype))
+    kind = dtype, out_dtype.name, bits, block, "int8" if zero_dtype == "int32" else zero_dtype
+    move = Window(STRIDES, PADDING, (1, 1), DILATION, 1)
+    sizes = (in_three(of) for of in (images[1:3], TAPS, want.shape[1:3]))
+    windows = images[0], channels, *sizes, *move.moves()
+    choices = kernels.BlockScaledMmProblem(want[..., 0].size, outputs, k, 1, *kind, windows).choices(gpu)
     for words, out in _by_each(*_of_weights(kernels, choices), lambda: run(x, w)):
+        rounds = zero_dtype == "float32" or "weights scaled" in words
+        tolerance = (1.01 * unit * rounds + (k + 16) * 2.0**-23) * size
+        tolerance += (2.0**-23 if out_dtype == jnp.float32 else unit) * (np.abs(want) + tolerance)
         name = f"conv, {dtype}, int{bits} weights" + (f", {zero_dtype} zero points" if zero_dtype else "")
-        wrong = int((~(np.abs(out - want) <= tolerance)).sum())
-        yield Result(name, _extension.as_compiled(kernels, words, gpu), f"{IMAGES[-1]} to {WINDOW_OUTPUTS}", wrong)
+        wrong = int((~(np.abs(out.astype("d") - want) <= tolerance)).sum())
+        yield Result(name, _extension.as_compiled(kernels, words, gpu), f"{channels} to {outputs}", wrong)
 
 
 def _convolved(x, w):
@@ -431,8 +441,7 @@ def check_conv(
         "scale_rhs": jnp.asarray(rng.uniform(0.5, 2, out).astype("f")),
     }
     window = Window(strides, padding, (1, 1), dilation, groups)
-    in_three = [(1, *sizes) for sizes in (CONV_IMAGE, taps, window.out_shape(CONV_IMAGE, taps))]
-    moves = (1, *strides), (0, *(before for before, _ in padding)), (1, *dilation)
+    sizes = [in_three(of) for of in (CONV_IMAGE, taps, window.out_shape(CONV_IMAGE, taps))]
     for dtype, zero_points, residual in CONV_KINDS:
         if residual and groups == out:  # XLA adds those of depthwise convolutions
             continue
@@ -442,7 +451,7 @@ def check_conv(
         of_sides = {name: x for name, x in vectors.items() if zero_points or "scale" in name}
         given = {name: x for name, x in (of_sides | output).items() if dtype != "int32" or "zero" in name}
         if residual:
-            given["residual"] = int8(CONV_IMAGES, *in_three[2][1:], out)
+            given["residual"] = int8(CONV_IMAGES, *sizes[2][1:], out)
             if residual == "int8":
                 given |= {"scale_residual": jnp.float32(900), "zero_point_residual": jnp.int32(OUT_ZERO_POINT)}
             else:
@@ -455,7 +464,7 @@ def check_conv(
             want = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))(*on_cpu)
         run = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params))
         padded = conv.padded_channels(rhs.shape, window)
-        problem = (1, CONV_IMAGES, padded, out, groups, *in_three, *moves, dtype, zero_points, residual or "")
+        problem = (1, CONV_IMAGES, padded, out, groups, *sizes, *window.moves(), dtype, zero_points, residual or "")
         choices = kernels.ConvProblem(*problem).choices(gpu)
         for words, got in _by_each(kernels.restrict_conv, choices, lambda: run(lhs, rhs, given)):
             wrong = int((_bits(got) != _bits(np.asarray(want))).sum())
@@ -513,7 +522,7 @@ def run(kernels, gpu) -> tuple[list[Result], list[str]]:
     for kind in itertools.product(FLOATS, (4, 8), WEIGHT_ZERO_POINTS, WEIGHT_BLOCKS):
         check = functools.partial(check_block_scaled_mm, kernels, gpu, *kind)
         programs[f"block_scaled_mm {' '.join(map(str, kind))}"] = check
-    for kind in itertools.product(FLOATS[1:], (4, 8), WEIGHT_ZERO_POINTS):
+    for kind in itertools.product(FLOATS[1:], (4, 8), WEIGHT_ZERO_POINTS, OF_CHANNELS):
         check = functools.partial(check_weight_only_conv, kernels, gpu, *kind)
         programs[f"conv {' '.join(map(str, kind))}"] = check
     for kind in BLOCK_KINDS:

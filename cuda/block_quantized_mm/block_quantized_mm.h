@@ -39,6 +39,10 @@ struct InBlocks {
     }
   };
   Vector scale, zero_point, sums;
+
+  // Whether rows that lie in one tile share what they have. Then it is loaded once: many threads that ask for one place
+  // wait for each other.
+  __host__ __device__ bool is_shared() const { return scale.shift > 0 && zero_point.data == nullptr; }
 };
 
 // Of the terms of a ScaledMm it has the bias alone; `in` is the dtype of b.

@@ -160,6 +160,7 @@ __device__ void copy_terms(Params const& p, typename C::Shared& shared, int l, i
     int const line = i / C::kBlocks, block = i % C::kBlocks;
     bool const of_a = line < C::kTileM;
     if (C::kQuantizes && of_a) continue;
+    if (!C::kZeroPoints && line > C::kTileM && p.of_b.is_shared()) continue;
     int const row = of_a ? first_m + line : first_n + line - C::kTileM;
     if (first + block >= p.groups || row >= (of_a ? p.m : p.n)) continue;
     InBlocks const& side = of_a ? p.of_a : p.of_b;
@@ -267,6 +268,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kLeastPerSm) few_rows_kernel(P
       if (m < C::kTileM && first_m + m < p.m) use(y[i], m, output % C::kTileN);
     }
   };
+  bool const shares_b = !C::kZeroPoints && p.of_b.is_shared();
   for (int first = 0; first < p.groups; first += C::blocks(p)) {
     copy_terms<C>(p, shared, l, first_m, first_n, first);
     if constexpr (C::kQuantizes) {
@@ -285,7 +287,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kLeastPerSm) few_rows_kernel(P
         auto const of_a = [&](int v) { return shared.terms[v][block][m]; };
 #pragma unroll
         for (int j = 0; j < C::kEach; ++j) {
-          auto const of_b = [&](int v) { return shared.terms[v][block][C::kTileM + n + j]; };
+          auto const of_b = [&](int v) { return shared.terms[v][block][C::kTileM + (shares_b ? 0 : n + j)]; };
           float const sum = Sum<typename C::Accumulator>::value(shared.sums[block][m][n + j]);
           outputs[j] = add_scaled<C::kZeroPoints>(outputs[j], sum, of_a, of_b);
         }

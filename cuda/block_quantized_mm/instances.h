@@ -9,6 +9,8 @@
 
 namespace jax_qmm::block_quantized {
 
+constexpr int kBlocksOfSlot = 4;  // whose terms come together in Hopper's kernels
+
 struct Instance {
   DType in;
   bool zero_points;       // whether it has terms for them
@@ -20,7 +22,8 @@ struct Instance {
   bool of_a_alone = false;  // with zero points, of a alone
   bool shared_b = false;    // for rows of b that share their scales
   bool quantizes = false;   // a of floats
-  int share = 1;            // blocks of a cluster that load an operand for each other
+  int share = 1;            // blocks of a cluster that load an operand for each other,
+  int parts = 1;            // or that share K
   std::optional<FewRowsCycles> few_rows{};
   int tile_k = 0;  // of kernels for few rows: that all warps multiply at a time
   cudaError_t (*prepare)(bool& fits) = nullptr;

@@ -54,6 +54,7 @@ bool serves(Instance const& i, BlockQuantizedMm const& p) {
   if (i.of_a_alone && p.of_b.zero_point.data != nullptr) return false;
   if (i.shared_b && p.of_b.scale.shift == 0) return false;
   if (p.m <= i.tile_m * (i.share - 1)) return false;  // the last block of each cluster would have no rows
+  if (ceil_div(p.groups(), kBlocksOfSlot) < i.parts) return false;
   return i.in == p.in && i.quantizes == p.quantizes() && i.zero_points == p.has_zero_points() &&
          i.shortest <= p.block && p.block <= i.longest;
 }
@@ -113,15 +114,18 @@ double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gp
   }
   constexpr double kFloats = 128;  // operations on outputs that an SM starts in a cycle
   Costs const costs = costs_of(i, gpu);
-  double const tiles = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch;
-  double const waves = std::ceil(tiles / (gpu.sm_count * i.blocks_per_sm));
-  double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(tiles / gpu.sm_count));
-  double const outputs = double(i.tile_m) * i.tile_n, k = p.k;
+  constexpr double kParts = 1500, kSum = 0.04;  // cycles to meet the other parts of K, and to send them a sum
+  double const blocks = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch * i.parts;
+  double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
+  double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(blocks / gpu.sm_count));  // those of K lie apart
+  double const groups = double(ceil_div(ceil_div(p.groups(), kBlocksOfSlot), i.parts)) * kBlocksOfSlot;
+  double const outputs = double(i.tile_m) * i.tile_n, k = i.parts > 1 ? groups * p.block : p.k;
   double const multiplying = outputs * k * 2 / (costs.rate * gpu.peak / gpu.sm_count / gpu.clock);
-  double const scaling = outputs * p.groups() * costs.scaling / kFloats;
+  double const scaling = outputs * (i.parts > 1 ? groups : p.groups()) * costs.scaling / kFloats;
   double const reading = (double(i.tile_m) + i.tile_n) * k / costs.l2;
   double const alone = k / costs.columns * costs.step + costs.alone * scaling;
-  double const cycles = costs.tile + std::max(alone, on_sm * std::max(multiplying + scaling, reading));
+  double const sending = i.parts > 1 ? kParts + kSum * outputs : 0;
+  double const cycles = costs.tile + sending + std::max(alone, on_sm * std::max(multiplying + scaling, reading));
   return std::max(costs.launch + waves * cycles / gpu.clock, from_memory);
 }
 
@@ -173,8 +177,9 @@ std::string describe_block_quantized_mm(int instance) {
                                   : !i.persistent ? " zero points"
                                   : i.of_a_alone  ? " zero points of a"
                                                   : " zero points of both";
+  std::string const split = i.parts > 1 ? " split-K " + std::to_string(i.parts) : "";
   std::string const kind = i.few_rows ? "sm80 few rows " + tile + "x" + std::to_string(i.tile_k)
-                           : i.wgmma  ? "sm90 wgmma " + tile + "x128" + cluster + persistent
+                           : i.wgmma  ? "sm90 wgmma " + tile + "x128" + cluster + persistent + split
                                       : "sm80 multistage " + tile + "x64";
   return kind + " " + dtype_name(i.in) + (i.quantizes ? " of floats" : "") + (i.shared_b ? " of 128 rows" : "") +
          (i.longest == 32 ? " scaled each 32" : " scaled by block") + zero_points;

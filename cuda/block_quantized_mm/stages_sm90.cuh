@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "block_quantized_mm/block_quantized_mm.h"
+#include "block_quantized_mm/instances.h"
 #include "cute/arch/mma_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
@@ -11,8 +11,7 @@
 
 namespace jax_qmm::block_quantized {
 
-constexpr int kStep = 128;        // columns of a stage, the span of TMA's swizzle
-constexpr int kBlocksOfSlot = 4;  // whose terms come together
+constexpr int kStep = 128;  // columns of a stage, the span of TMA's swizzle
 
 // Of the operands, and of a block's sums.
 template <DType In>

@@ -14,8 +14,13 @@
 //   empty[stage]        kMathWarps                              the load warp, from the second turn on
 //   terms_full[slot]    those of each of their lanes' copies    math warps
 //   terms_empty[slot]   kMathWarps                              the three warps, from the second turn on
+//   added               kMathWarps, 1 for the expected bytes,   math warps: the sums of all parts of K are there (one
+//                       and the bytes of the parts' sums        phase)
 //
 // Stages of the last turn are not released: nothing is loaded into them again.
+//
+// The blocks of a cluster share K, where there are few tiles: each adds up some rows of a from all parts, in their
+// order. Of fp8 alone, for int8 results shall be the same bits whatever the kernel.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +29,7 @@
 #include "block_quantized_mm/stages_sm90.cuh"
 #include "block_quantized_mm/sum.cuh"
 #include "core/async_copy.cuh"
+#include "core/cluster.cuh"
 #include "core/launch.cuh"
 #include "core/prepare.h"
 #include "scaled_mm/epilogue.cuh"
@@ -31,6 +37,7 @@
 namespace jax_qmm::block_quantized {
 
 constexpr int kTermsThreads = 96;
+constexpr int kMostParts = 2;  // of K; with 4 none was faster on an H200
 
 // `Block`: its columns. `Round`: blocks that are multiplied between two waits, each into sums of its own.
 template <DType In, bool ZeroPoints, int Block, int Across, int Round>
@@ -41,7 +48,7 @@ struct ConfigSm90 {
       cute::GMMA::ss_op_selector<Element, Element, Accumulator,
                                  cute::Shape<cute::_64, cute::Int<Across>, cute::Int<kStep>>>()));
   static constexpr DType kIn = In;
-  static constexpr bool kZeroPoints = ZeroPoints;
+  static constexpr bool kZeroPoints = ZeroPoints, kSplitsK = In == DType::kF8E4M3;
   static constexpr int kBlock = Block, kStagesOfBlock = std::max(1, Block / kStep),
                        kStagesOfRound = std::max(1, Round* Block / kStep);
   static constexpr int kAcross = Across, kDown = 64, kRound = Round;
@@ -58,11 +65,11 @@ struct ConfigSm90 {
     alignas(1024) uint8_t down[kStages][kDown * kStep];
     alignas(1024) uint8_t across[kStages][Across * kStep];
     alignas(16) Terms terms[kSlots];
-    uint64_t full[kStages], empty[kStages], terms_full[kSlots], terms_empty[kSlots];
+    uint64_t full[kStages], empty[kStages], terms_full[kSlots], terms_empty[kSlots], added;
   };
   // Of sums on their way out: the stores of fragments hit distinct banks.
   static constexpr int kPitch = kDown + 4;
-  static_assert(kStages >= 2 && kAcross * kPitch * 4 <= kStageBytes * kStages);
+  static_assert(kStages >= 2 && (kAcross + kMostParts - 1) * kPitch * 4 <= kStageBytes * kStages);
   static_assert(Block >= kStep || (Block == kStep / 2 && (Round == 1 || Round % 2 == 0)));
 };
 
@@ -94,6 +101,7 @@ __device__ void copy_terms(ParamsSm90 const& p, int thread, int l, int first_dow
     int const line = thread + kTermsThreads * i;
     if (line >= C::kLines) break;
     bool const is_down = line < C::kDown;
+    if (!C::kZeroPoints && is_down && line > 0 && p.down.blocks.is_shared()) continue;
     Side const& side = is_down ? p.down : p.across;
     int const row = is_down ? first_down + line : first_across + line - C::kDown;
     // Zeros beyond the last row, whose terms would be asked for by many threads at once, at one place of L2.
@@ -131,14 +139,19 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   int const l = place.l, first_across = place.across * kAcross, first_down = place.down * kDown;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // What is multiplied, of which the last blocks and the end of the last stage may not be there: zeros.
-  int const rounds = (p.groups - 1) / C::kRound + 1, blocks = rounds * C::kRound;
+  int const parts = C::kSplitsK ? gridDim.y : 1, part = C::kSplitsK ? blockIdx.y : 0;
+  int const all_slots = (p.groups - 1) / kBlocksOfSlot + 1;
+  int const first_slot = all_slots * part / parts, end_slot = all_slots * (part + 1) / parts;
+  int const groups = min(p.groups, end_slot * kBlocksOfSlot) - first_slot * kBlocksOfSlot;
+  int const rounds = (groups - 1) / C::kRound + 1, blocks = rounds * C::kRound;
   int const steps = C::kBlock >= kStep ? blocks * C::kStagesOfBlock : (blocks + 1) / 2;
+  int const first_column = first_slot * kBlocksOfSlot * C::kBlock;
 
   if (warp == kMathWarps && elect_one_sync()) {
     prefetch_tma_descriptor(&boxes_down);
     prefetch_tma_descriptor(&boxes_across);
     for (int i = 0; i < min(steps, 2); ++i) {  // of b to L2, by the time the kernel before this one is done
-      SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_down, i * kStep, first_down, p.down.batched ? l : 0);
+      SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_down, first_column + i * kStep, first_down, p.down.batched ? l : 0);
     }
     for (int s = 0; s < kStages; ++s) {
       Full::init(&shared.full[s], 1);
@@ -148,6 +161,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       Empty::init(&shared.terms_full[s], kTermsThreads);
       Empty::init(&shared.terms_empty[s], kMathWarps);
     }
+    if (C::kSplitsK) Full::init(&shared.added, kMathWarps + 1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -164,16 +178,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         uint64_t* const full = &shared.full[stage.at];
         if (stage.turn > 0) Empty::wait(&shared.empty[stage.at], (stage.turn - 1) & 1);
         Full::arrive_and_expect_tx(full, (kDown + p.box_rows) * kStep);
-        SM90_TMA_LOAD_3D::copy(&boxes_down, full, once, shared.down[stage.at], i * kStep, first_down,
+        int const column = first_column + i * kStep;
+        SM90_TMA_LOAD_3D::copy(&boxes_down, full, once, shared.down[stage.at], column, first_down,
                                p.down.batched ? l : 0);
-        SM90_TMA_LOAD_3D::copy(&boxes_across, full, again, shared.across[stage.at], i * kStep, first_across,
+        SM90_TMA_LOAD_3D::copy(&boxes_across, full, again, shared.across[stage.at], column, first_across,
                                p.across.batched ? l : 0);
       }
       return;
     }
-    int const slots = (p.groups - 1) / kBlocksOfSlot + 1;
     Ring<C::kSlots> slot;
-    for (int i = 0; i < slots; ++i, slot.advance()) {
+    for (int i = first_slot; i < end_slot; ++i, slot.advance()) {
       if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);
       copy_terms<C>(p, threadIdx.x - C::kMathThreads - 32, l, first_down, first_across, i, shared.terms[slot.at]);
       cutlass::arch::cpasync_barrier_arrive_noinc(&shared.terms_full[slot.at]);
@@ -240,10 +254,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
   };
   int const row = 16 * warp + lane / 4;
+  bool const shares_down = !C::kZeroPoints && p.down.blocks.is_shared();
+  int const lines[] = {shares_down ? 0 : row, shares_down ? 0 : row + 8};  // that have the terms
   auto const add_block = [&](auto const& term, auto const& of_block) {
     float of_b[C::kVectors][2];
 #pragma unroll
-    for (int v = 0; v < C::kVectors; ++v) of_b[v][0] = term(v, row), of_b[v][1] = term(v, row + 8);
+    for (int v = 0; v < C::kVectors; ++v) of_b[v][0] = term(v, lines[0]), of_b[v][1] = term(v, lines[1]);
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       float of_a[C::kVectors][2];
@@ -293,16 +309,34 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   alternate(rounds, multiply, step, last);
 
   // The sums take the place of the stages, in which no more data arrive: results side by side are of one row.
-  sync_math<C::kMathThreads>();
-  auto* const sums_of_tile = reinterpret_cast<float*>(memory);
-  int const column = lane % 4 * 2;
+  auto* const sums_of_tile = reinterpret_cast<float*>(memory);  // [parts][rows of a part][kPitch]
+  int const rows_of_part = (kAcross + parts - 1) / parts, first_row = part * rows_of_part;
+  int const tile_m = min(kAcross, p.m - first_across), rows = max(0, min(rows_of_part, tile_m - first_row));
+  auto const each_sum = [&](auto use) {
 #pragma unroll
-  for (int i = 0; i < kCount; i += 2) {
-    int const down = row + i / 2 % 2 * 8, across = i / 4 * 8 + column;
-    sums_of_tile[across * C::kPitch + down] = total[i];
-    sums_of_tile[(across + 1) * C::kPitch + down] = total[i + 1];
-  }
+    for (int i = 0; i < kCount; ++i) {
+      use(i / 4 * 8 + lane % 4 * 2 + i % 2, row + i / 2 % 2 * 8, total[i]);
+    }
+  };
   sync_math<C::kMathThreads>();
+  if (parts == 1) {
+    each_sum([&](int across, int down, float sum) { sums_of_tile[across * C::kPitch + down] = sum; });
+    sync_math<C::kMathThreads>();
+  } else {
+    if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * rows * kDown * 4);
+    __syncwarp();
+    sync_cluster();  // other blocks may be at their stages
+    each_sum([&](int across, int down, float sum) {
+      if (across >= tile_m) return;
+      int const adder = across / rows_of_part, of_adder = across - adder * rows_of_part;
+      float* const to = &sums_of_tile[(first_row + of_adder) * C::kPitch + down];
+      store_shared_remote(__float_as_uint(sum), cast_smem_ptr_to_uint(to), cast_smem_ptr_to_uint(&shared.added), adder);
+    });
+    __syncwarp();
+    if (elect_one_sync()) Full::arrive(&shared.added);
+    Full::wait(&shared.added, 0);
+    asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
+  }
   cudaGridDependencySynchronize();  // the bias is next
   FullOutput const output = p.output.at(l);
   auto const write = [&](auto bits) {
@@ -315,17 +349,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     for (int j = 0; j < kEach; ++j) {
       if (j < columns) bias[j] = p.bias.load(l, n + j);
     }
-    for (int m = threadIdx.x / kThreadsOfRow; m < min(kAcross, p.m - first_across);
-         m += C::kMathThreads / kThreadsOfRow) {
-      float values[kEach];
+    for (int m = threadIdx.x / kThreadsOfRow; m < rows; m += C::kMathThreads / kThreadsOfRow) {
+      float values[kEach] = {};
+      for (int of = 0; of < parts; ++of) {
+        float const* const sums = &sums_of_tile[(of * rows_of_part + m) * C::kPitch + column];
 #pragma unroll
-      for (int j = 0; j < kEach; j += 4) {
-        float4 const four = *reinterpret_cast<float4 const*>(&sums_of_tile[m * C::kPitch + column + j]);
-        values[j] = four.x, values[j + 1] = four.y, values[j + 2] = four.z, values[j + 3] = four.w;
+        for (int j = 0; j < kEach; j += 4) {
+          float4 const four = *reinterpret_cast<float4 const*>(sums + j);
+          values[j] += four.x, values[j + 1] += four.y, values[j + 2] += four.z, values[j + 3] += four.w;
+        }
       }
 #pragma unroll
       for (int j = 0; j < kEach; ++j) values[j] += bias[j];
-      auto* const to = static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_across + m) * p.n + n;
+      int64_t const row = first_across + first_row + m;
+      auto* const to = static_cast<Bits*>(p.out) + l * p.out_batch_stride + row * p.n + n;
       if (p.stores_whole) {
         *reinterpret_cast<uint4*>(to) = output.template round<uint4, kEach>(values, values);
       } else {
@@ -343,17 +380,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   }
 }
 
-template <class C>
-LaunchShape shape_of(dim3 grid) {
-  return {grid, C::kThreads, sizeof(typename C::Shared)};
+// Blocks of a cluster come to one SM if they can, while others have none: with so much memory they can't.
+template <class C, int kParts>
+LaunchShape shape_of(unsigned tiles, bool alone) {
+  constexpr size_t kBytes = sizeof(typename C::Shared), kOfAll = 228 * 1024;
+  size_t const bytes = alone ? std::max(kBytes, kOfAll / 2) : kBytes;
+  return {dim3(tiles, kParts), C::kThreads, bytes, dim3(1, kParts)};
 }
 
-template <class C>
+template <class C, int kParts>
 cudaError_t prepare_wgmma(bool& fits) {
-  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C>({}), fits);
+  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C, kParts>(1, kParts > 1), fits);
 }
 
-template <class C>
+template <class C, int kParts>
 cudaError_t launch_wgmma(BlockQuantizedMm const& problem, Submit const& submit) {
   ParamsSm90 p{};
   p.out = problem.out, p.out_batch_stride = problem.out_batch_stride;
@@ -373,29 +413,37 @@ cudaError_t launch_wgmma(BlockQuantizedMm const& problem, Submit const& submit) 
   cudaError_t error = make(p.down, problem.b, C::kDown, boxes_down);
   if (error == cudaSuccess) error = make(p.across, problem.a, p.box_rows, boxes_across);
   if (error != cudaSuccess) return error;
-  unsigned const blocks = p.tiles_across * p.tiles_down * problem.batch;
-  return jax_qmm::launch(submit, shape_of<C>(dim3(blocks)), wgmma_kernel<C>, p, boxes_down, boxes_across);
+  unsigned const tiles = p.tiles_across * p.tiles_down * problem.batch;
+  Gpu const* gpu;
+  if ((error = current_gpu(gpu))) return error;
+  LaunchShape const shape = shape_of<C, kParts>(tiles, kParts > 1 && tiles * kParts <= unsigned(gpu->sm_count));
+  return jax_qmm::launch(submit, shape, wgmma_kernel<C>, p, boxes_down, boxes_across);
 }
 
-template <class C>
+template <class C, int kParts>
 Instance instance() {
   Instance i{};
   i.in = C::kIn, i.zero_points = C::kZeroPoints;
   i.shortest = i.longest = C::kBlock;
   i.tile_m = C::kAcross, i.tile_n = C::kDown, i.stages = C::kStages, i.threads = C::kThreads;
   i.blocks_per_sm = C::kBlocksPerSm, i.shared_bytes = sizeof(typename C::Shared);
-  i.wgmma = true;
-  i.prepare = prepare_wgmma<C>, i.launch = launch_wgmma<C>;
+  i.wgmma = true, i.parts = kParts;
+  i.prepare = prepare_wgmma<C, kParts>, i.launch = launch_wgmma<C, kParts>;
   return i;
 }
 
 template <DType In, bool kZeroPoints>
 void add_wgmma_instances(std::vector<Instance>& to) {
+  auto const add_parts = [&](auto config) {
+    using C = decltype(config);
+    to.push_back(instance<C, 1>());
+    if constexpr (C::kSplitsK) to.push_back(instance<C, kMostParts>());
+  };
   auto const add = [&](auto block) {
     constexpr int kBlock = block;
-    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 16, kBlock == 256 ? 2 : 4>>());
-    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 32, kBlock == 128 ? 2 : 1>>());
-    to.push_back(instance<ConfigSm90<In, kZeroPoints, kBlock, 64, 1>>());
+    add_parts(ConfigSm90<In, kZeroPoints, kBlock, 16, kBlock == 256 ? 2 : 4>());
+    add_parts(ConfigSm90<In, kZeroPoints, kBlock, 32, kBlock == 128 ? 2 : 1>());
+    add_parts(ConfigSm90<In, kZeroPoints, kBlock, 64, 1>());
   };
   add(std::integral_constant<int, 64>());
   add(std::integral_constant<int, 128>());

@@ -38,9 +38,9 @@ struct ElementOf<int8_t> {
   using Type = int8_t;
 };
 
-// `ScaleWeights`: else the sums of each `Unit` columns are scaled.
+// `ScaleWeights`: else the sums of each `Unit` columns are scaled. `Windows` on images are the rows of x.
 template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeights ? 64 : kStep,
-          bool Persistent = false>
+          bool Persistent = false, bool Windows = false>
 struct ConfigSm90 {
   using Element = typename ElementOf<T>::Type;
   // With few rows of x and weights of 4 bits a third warpgroup has products while two dequantize.
@@ -65,7 +65,7 @@ struct ConfigSm90 {
   static constexpr int kBits = Bits;
   static constexpr int kPitch = kRows + 4;  // of sums: the stores of fragments hit distinct banks
   static constexpr int kMathWarps = kRows / 16, kMathThreads = 32 * kMathWarps;
-  static constexpr bool kScaleWeights = ScaleWeights, kPersistent = Persistent;
+  static constexpr bool kScaleWeights = ScaleWeights, kPersistent = Persistent, kWindows = Windows;
   static constexpr int kUnit = Unit;                                 // columns that have a term
   static constexpr int kShare = Persistent && TileM >= 256 ? 2 : 1;  // blocks of a cluster that share x
   static constexpr int kBlocksPerSm = TileM <= 16 && !Persistent ? 2 : 1;
@@ -103,5 +103,7 @@ struct ConfigSm90 {
 
 template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeights ? 64 : kStep>
 using PersistentSm90 = ConfigSm90<T, Bits, TileM, ScaleWeights, Unit, true>;
+template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeights ? 64 : kStep>
+using WindowsSm90 = ConfigSm90<T, Bits, TileM, ScaleWeights, Unit, true, true>;
 
 }  // namespace jax_qmm::block_scaled

@@ -76,5 +76,6 @@ void add_instances(std::vector<Instance>& to);
 void add_f32_instances(std::vector<Instance>& to);
 template <DType In>
 void add_wgmma_instances(std::vector<Instance>& to);
+void add_wgmma_windows(std::vector<Instance>& to);
 
 }  // namespace jax_qmm::block_scaled

@@ -35,8 +35,17 @@ cudaError_t prepare_wgmma(bool& fits) {
 
 template <class C>
 Instance describe_sm90(DType in) {
-  return {in,    C::kBits,        false, C::kUnit,         C::kTileM,      C::kRows,
-          kStep, C::kBlocksPerSm, true,  C::kScaleWeights, C::kPersistent, C::kShare};
+  return {in,   C::kBits,         false,          C::kUnit,  C::kTileM,  C::kRows, kStep, C::kBlocksPerSm,
+          true, C::kScaleWeights, C::kPersistent, C::kShare, C::kWindows};
+}
+
+template <class C>
+OwnParams<C> own_params(BlockScaledMm const& problem, ParamsSm90 const& own) {
+  if constexpr (C::kWindows) {
+    return {own, WindowsOfX(*problem.windows, problem.k)};
+  } else {
+    return own;
+  }
 }
 
 template <class C>
@@ -55,14 +64,20 @@ cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, typename C::Ep
   int64_t const size = sizeof(typename C::Element);
   auto const type = size == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   auto const swizzle_w = C::kInt8 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_NONE;
-  cudaError_t error = make_boxes(problem.x, type, {k, m, x_batched ? batch : 1}, {size * k, size * m * k}, C::kColumnsX,
-                                 box_rows, CU_TENSOR_MAP_SWIZZLE_128B, boxes_x);
+  cudaError_t error;
+  if constexpr (C::kWindows) {
+    Windows const& of = *problem.windows;
+    error = conv::make_image_boxes(of, problem.x, of.images, size * of.channels, box_rows, kRowBytes, boxes_x);
+  } else {
+    error = make_boxes(problem.x, type, {k, m, x_batched ? batch : 1}, {size * k, size * m * k}, C::kColumnsX, box_rows,
+                       CU_TENSOR_MAP_SWIZZLE_128B, boxes_x);
+  }
   if (error == cudaSuccess) {
     error = make_boxes(problem.w, CU_TENSOR_MAP_DATA_TYPE_UINT8, {row_bytes, n, w_batched ? batch : 1},
                        {row_bytes, n * row_bytes}, kBoxBytes, C::kRows, swizzle_w, boxes_w);
   }
   if (error != cudaSuccess) return error;
-  ParamsSm90 own{box_rows, x_batched, w_batched, {}, nullptr, 0, nullptr};
+  OwnParams<C> own = own_params<C>(problem, {box_rows, x_batched, w_batched, {}, nullptr, 0, nullptr});
   LaunchShape shape = shape_of<C>(dim3(params.tiles_m * params.tiles_n * unsigned(batch), parts), parts);
   if constexpr (C::kPersistent) {
     Gpu const* gpu;
@@ -100,6 +115,15 @@ void add_wgmma(DType in, std::vector<Instance>& to) {
   to.push_back(instance_sm90<PersistentSm90<T, kBits, 16, false>>(in));
   to.push_back(instance_sm90<PersistentSm90<T, kBits, 32, false>>(in));
   to.push_back(instance_sm90<PersistentSm90<T, kBits, 64, false>>(in));
+  if constexpr (kBits == 4) {  // with shorter blocks, too
+    auto const add_unit = [&](auto unit) {
+      to.push_back(instance_sm90<PersistentSm90<T, kBits, 16, false, unit>>(in));
+      to.push_back(instance_sm90<PersistentSm90<T, kBits, 32, false, unit>>(in));
+      to.push_back(instance_sm90<PersistentSm90<T, kBits, 64, false, unit>>(in));
+    };
+    add_unit(std::integral_constant<int, 64>());
+    add_unit(std::integral_constant<int, 32>());
+  }
   if constexpr (!kIsBf16<T>) {  // whose range scaled weights may leave
     to.push_back(instance_sm90<ConfigSm90<T, kBits, 128, false>>(in));
   } else {

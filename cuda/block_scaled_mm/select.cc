@@ -27,6 +27,7 @@ std::vector<Instance> const& instances() {
     add_wgmma_instances<DType::kBF16>(found);
     add_wgmma_instances<DType::kF16>(found);
     add_wgmma_instances<DType::kF8E4M3>(found);
+    add_wgmma_windows(found);
 #endif
     return found;
   }();
@@ -46,6 +47,8 @@ bool runs_on(Gpu const& gpu, int instance) {
 
 bool serves(Instance const& i, BlockScaledMm const& p) {
   if (i.windows != p.windows.has_value()) return false;
+  constexpr int kChannels = 64;  // of a row of what TMA loads of images
+  if (i.wgmma && i.windows && (p.windows->channels % kChannels != 0 || !suit_im2col(*p.windows))) return false;
   // Rows of x that TMA can load.
   if (i.wgmma && (p.k == 0 || p.k * bytes_of(p.in) % 16 != 0 || reinterpret_cast<uintptr_t>(p.x) % 16 != 0))
     return false;
@@ -81,8 +84,9 @@ Costs costs_of(Instance const& i) {
   // Not fitted: by the instructions of the loop, beside those of float16.
   if (i.in == DType::kF8E4M3) return {2.4e-6, 3.0e-6, 0.7, 6.5, 3.25 / unit, 48, 1};
   if (i.persistent && i.scale_weights) return {1.5e-6, 0, 0, int4 ? 4.6 : 7.6, 0.037, 200, 1, 0, 2.3e-6, 4.6e-6, 0.027};
-  if (i.persistent && i.rows > 128) return {1.5e-6, 2.4e-6, 0, 3.5, 0.037, 200, 1, 0, 1.1e-6, 3.2e-6};
-  if (i.persistent) return {1.5e-6, 2.4e-6, 0, int4 ? 4.2 : 5.6, 0.037, 200, 1, 0, 1.1e-6, 2.8e-6};
+  double const row = 0.037 + 2 * (1 / unit - 1.0 / 128);  // of fewer columns by the instructions of the loop
+  if (i.persistent && i.rows > 128) return {1.5e-6, 2.4e-6, 0, 3.5, row, 200, 1, 0, 1.1e-6, 3.2e-6};
+  if (i.persistent) return {1.5e-6, 2.4e-6, 0, int4 ? 4.2 : 5.6, row, 200, 1, 0, 1.1e-6, 2.8e-6};
   if (i.wgmma) return {2.9e-6, 3.4e-6, 0.7, int4 ? 4.9 : 6.7, 3.64 / 128, 48, 1, 0, 0, 0, 0, 0.79};
   if (i.direct) return {3.2e-6, 0.5e-6, 0.54, int4 ? 4.1 : 5.8, 22.4 / unit, 21.7, 1, 1.1e-6};
   return {2e-6, 1.9e-6, 0.33, int4 ? 8.4 : i.in == DType::kF16 ? 10.7 : 14.5, 10.2 / unit, 18.6, 1};
@@ -105,7 +109,9 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
   double const cycles = costs.dequantizing + costs.row * (i.scale_weights ? 128 : i.tile_m);
   double const issuing = double(i.rows) * i.step * cycles / (128 * gpu.clock) * (1 + costs.neighbour * (resident - 1));
   double const rate = costs.rate * gpu.peak / bytes_of(i.in) / gpu.sm_count;  // the peak is of 8 bits
-  double const multiplying = i.wgmma ? 2.0 * i.rows * i.step * i.tile_m * resident / rate : 0;
+  constexpr double kPixel = 3.5;  // cycles for each of a row of channels that TMA looks up: benchmarks/conv/README.md
+  double const finding = i.windows && i.wgmma ? 2 * i.tile_m / i.share * kPixel / gpu.clock : 0;
+  double const multiplying = i.wgmma ? std::max(2.0 * i.rows * i.step * i.tile_m * resident / rate, finding) : 0;
   auto const cube = [](double seconds) { return seconds * seconds * seconds; };
   double const steps = double(ceil_div(ceil_div(p.k, i.step), parts));
   double const sending = parts > 1 && i.wgmma ? 0.041e-6 * i.tile_m : 0;  // of sums to the blocks that share K

@@ -32,6 +32,7 @@
 
 #include "block_scaled_mm/kernel.cuh"
 #include "block_scaled_mm/streams_sm90.cuh"
+#include "block_scaled_mm/windows_sm90.cuh"
 #include "core/cluster.cuh"
 #include "cute/arch/cluster_sm90.hpp"
 #include "cutlass/arch/barrier.h"
@@ -48,10 +49,15 @@ struct ParamsSm90 {
   Flag is_left;
   float4* sums;  // [block][values of a thread / 4][thread]
 };
+struct WindowParamsSm90 : ParamsSm90 {
+  WindowsOfX windows;
+};
+template <class C>
+using OwnParams = std::conditional_t<C::kWindows, WindowParamsSm90, ParamsSm90>;
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
-    wgmma_kernel(Params const p, ParamsSm90 const own, typename C::Epilogue const epilogue,
+    wgmma_kernel(Params const p, OwnParams<C> const own, typename C::Epilogue const epilogue,
                  CUTE_GRID_CONSTANT CUtensorMap const boxes_x, CUTE_GRID_CONSTANT CUtensorMap const boxes_w,
                  CUTE_GRID_CONSTANT CUtensorMap const boxes_out) {
   using namespace cute;
@@ -190,7 +196,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
             uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
             int const row = rank * own.box_rows, m = piece.first_m + row;
             uint8_t* const box = shared.x[stage][b] + row * kRowBytes;
-            if constexpr (kShare > 1) {
+            if constexpr (C::kWindows) {
+              own.windows.template load<kShare, sizeof(Element)>(boxes_x, full, box, column, m);
+            } else if constexpr (kShare > 1) {
               SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_x, full, uint16_t((1 << kShare) - 1), hint, box, column, m,
                                                entry);
             } else {

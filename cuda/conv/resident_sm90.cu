@@ -28,18 +28,18 @@ struct Pixels {
   static constexpr bool kHasZeroPoints = false;
   Added added;
   Window window;
-  int channels, chunks, taps_x;  // the channels of a tap come in so many steps
+  int k, channels, chunks, taps_x;  // the channels of a tap come in so many steps
 
   struct Place {
     int image, corner[kSpatial];
     int chunk, x, y;  // of the tap
   };
 
-  // Whether a channel of a step is there, and where in the weights of an output channel.
+  // Whether an output channel has weights for a channel of a step, and where.
   template <class C>
-  __device__ bool find(int step, int byte, int& at) const {
+  __device__ bool find(int n, int step, int byte, int64_t& at) const {
     int const tap = step / chunks, channel = step % chunks * C::kTileK + byte;
-    at = tap * channels + channel;
+    at = int64_t(n) * k + tap * channels + channel;
     return channel < channels;
   }
   __device__ Place begin(int pixel) const {
@@ -82,8 +82,8 @@ cudaError_t launch_resident(Conv const& p, Submit const& submit) {
   if (cudaError_t const error = make_image_boxes(p, kTileM, C::kTileK, boxes)) return error;
   int const chunks = int(ceil_div(p.channels, C::kTileK));
   return with_residual(p, p.n, kEach, [&](auto added) {
-    Pixels<decltype(added)> const pixels{added, Window(p), p.channels, chunks, p.taps[2]};
-    return resident::launch<C>(p, pixels, steps_of<C>(p), boxes, *gpu, submit);
+    Pixels<decltype(added)> const pixels{added, Window(p), p.k, p.channels, chunks, p.taps[2]};
+    return resident::launch<C>(p, pixels, 1, steps_of<C>(p), boxes, *gpu, submit);
   });
 }
 

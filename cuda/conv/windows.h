@@ -16,4 +16,22 @@ struct Windows {
   Sizes strides, before, dilation;  // before: padding, which may be negative
 };
 
+// How far from the last pixel of an axis the last window begins.
+inline int end_of_pixels(Windows const& p, int axis) {
+  return (p.pixels[axis] - 1) * p.strides[axis] - p.before[axis] - (p.image[axis] - 1);
+}
+
+// Whether TMA's im2col mode has such windows, which have two spatial axes.
+inline bool suit_im2col(Windows const& p) {
+  if (p.image[0] != 1 || p.taps[0] != 1 || p.pixels[0] != 1 || p.before[0] != 0) return false;
+  for (int axis = 1; axis < kSpatial; ++axis) {
+    for (int const corner : {-p.before[axis], end_of_pixels(p, axis)}) {
+      if (corner < -128 || corner >= 128) return false;
+    }
+    bool const fits = p.image[axis] > 0 && p.strides[axis] <= 8 && (p.taps[axis] - 1) * p.dilation[axis] < 256;
+    if (!fits) return false;
+  }
+  return true;
+}
+
 }  // namespace jax_qmm

@@ -78,7 +78,8 @@ double multistage(Instance const& i, ScaledMm const& p, Gpu const& gpu) {
 }
 
 double resident_b(Instance const& i, ScaledMm const& p, Gpu const& gpu) {
-  return resident::predict(p.m, p.n, ceil_div(p.k, i.tile_k), i.tile_k, copying(p, gpu), gpu);
+  int64_t const joined = resident::rows_joined(p.m, p.n, p.k, i.tile_k), steps = ceil_div(joined * p.k, i.tile_k);
+  return resident::predict(p.m / joined, joined * p.n, steps, i.tile_k, copying(p, gpu), gpu);
 }
 
 }  // namespace

@@ -42,7 +42,8 @@ std::string describe(Instance const& instance);
 
 Accum accum_of(ScaledMm const& problem);
 
-// How the operands' rows are aligned: 16 bytes, those of the output too; 4; or 1, for the kernel for any alignment.
+// How the operands' rows are aligned: 16 bytes, those of the output too; 8, where only rows of a and b are not, but at
+// 4 bytes; 4; or 1, for the kernel for any alignment.
 int alignment(ScaledMm const& problem);
 bool suits(Instance const& instance, int alignment);
 

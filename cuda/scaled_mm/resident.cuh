@@ -17,7 +17,8 @@
 //   fragment's column 8 g + 2 q + e, of thread q of four   is the tile's   16 q + 2 g + e
 //
 // Where rows of a come from says a class `Rows`, with which the kernel is called: those of a matrix, or the pixels of
-// images that a window has; and what is added to results before the activation.
+// images that a window has; and what is added to results before the activation. Several rows of a matrix may be joined
+// to one (resident.h).
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -42,7 +43,8 @@ constexpr int kEach = kTileN / 4;                          // columns of a threa
 struct Params {
   void* out;
   void const* b;
-  int m, n, k;
+  int m, n, k;          // of joined rows the first two, and of one K
+  int joined, columns;  // rows for each of m, and the columns of each
   int steps, stages, tiles_n;
   EpilogueArgs<true> epilogue;
 };
@@ -77,23 +79,30 @@ struct Shared {
 };
 static_assert(sizeof(Shared) + 1024 <= kFixed);
 
-// By all threads of a block, 16 bytes at a time, swizzled as TMA does. What is not there becomes zeros.
+// By all threads of a block, swizzled as TMA does. What is not there becomes zeros.
 template <class C, class Rows>
 __device__ void load_columns(Params const& p, Rows const& rows, int first_n, uint8_t* to_b, Shared& shared) {
-  constexpr int kPieces = C::kTileK / 16;
-  for (int i = threadIdx.x; i < kTileN * p.steps * kPieces; i += kThreads) {
-    int const piece = i % kPieces, step = i / kPieces % p.steps, row = i / kPieces / p.steps;
-    int const n = first_n + row % 8 / 2 * kEach + row / 8 * 2 + row % 2;
-    int const swizzled = C::kTileK == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4;
-    int at = 0;
-    bool const there = n < p.n && rows.template find<C>(step, piece * 16, at);
-    copy_async<16>(cute::cast_smem_ptr_to_uint(to_b) + (step * kTileN + row) * C::kTileK + swizzled * 16,
-                   static_cast<uint8_t const*>(p.b) + (there ? int64_t(n) * p.k + at : 0), there);
+  auto const copy_pieces = [&](auto bytes) {
+    constexpr int kBytes = bytes, kPieces = C::kTileK / kBytes;
+    for (int i = threadIdx.x; i < kTileN * p.steps * kPieces; i += kThreads) {
+      int const byte = i % kPieces * kBytes, step = i / kPieces % p.steps, row = i / kPieces / p.steps;
+      int const n = first_n + row % 8 / 2 * kEach + row / 8 * 2 + row % 2;
+      int const swizzled = byte ^ (C::kTileK == 128 ? row % 8 : row / 2 % 4) * 16;
+      int64_t at = 0;
+      bool const there = n < p.n && rows.template find<C>(n, step, byte, at);
+      copy_async<kBytes>(cute::cast_smem_ptr_to_uint(to_b) + (step * kTileN + row) * C::kTileK + swizzled,
+                         static_cast<uint8_t const*>(p.b) + (there ? at : 0), there);
+    }
+  };
+  if (p.k % 16 == 0) {
+    copy_pieces(std::integral_constant<int, 16>());
+  } else {
+    copy_pieces(std::integral_constant<int, 4>());
   }
   commit_copies();
   if (int const i = threadIdx.x; i < kTileN) {
     auto const copy = [&](auto& to, auto const& from) {
-      if constexpr (!from.kOfRow) to.values[i] = first_n + i < p.n ? from.load(0, first_n + i) : 0;
+      if constexpr (!from.kOfRow) to.values[i] = first_n + i < p.n ? from.load(0, (first_n + i) % p.columns) : 0;
     };
     each_term(copy, shared.terms, p.epilogue);
   }
@@ -160,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Tensor fragments_b = thread.make_fragment_B(thread.partition_B(steps_of(memory_b, Int<kTileN>{}, p.steps)));
   Tensor acc = partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});
 
-  int const column = lane % 4 * kEach, n = first_n + column;
+  int const column = lane % 4 * kEach, n = first_n + column, row_of_joined = min(n, p.n - 1) / p.columns;
   float scale_b[kEach];  // for the bias there are no registers
 #pragma unroll
   for (int i = 0; i < kEach; ++i) scale_b[i] = shared.terms.scale_b.values[column + i];
@@ -184,7 +193,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (scales_rows) {
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        scale_a[r] = p.epilogue.scale_a.load(0, rows.entry_of(min(first_row + 8 * r, p.m - 1)));
+        scale_a[r] =
+            p.epilogue.scale_a.load(0, rows.entry_of(min(first_row + 8 * r, p.m - 1) * p.joined + row_of_joined));
     }
     decltype(adder.load(0)) to_add[2];  // on its way while the tensor cores multiply
 #pragma unroll
@@ -223,7 +233,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kEach; ++i) sums[i] = acc(i / 2 * 4 + 2 * r + i % 2);
       if (has_zero_points) {
-        int32_t const azp = p.epilogue.azp.load(0, m), sums_a = p.epilogue.sums_a.load(0, m);
+        int const row = m * p.joined + row_of_joined;
+        int32_t const azp = p.epilogue.azp.load(0, row), sums_a = p.epilogue.sums_a.load(0, row);
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
           int32_t const adj = shared.terms.azp_adj.values[column + i], azp_b = shared.terms.azp_b.values[column + i];
@@ -248,11 +259,12 @@ cudaError_t prepare(bool& fits) {
 }
 
 template <class C, class Rows>
-cudaError_t launch(ScaledMm const& p, Rows const& rows, int steps, CUtensorMap const& boxes, Gpu const& gpu,
+cudaError_t launch(ScaledMm const& p, Rows const& rows, int joined, int steps, CUtensorMap const& boxes, Gpu const& gpu,
                    Submit const& submit) {
-  int const tiles_n = int(ceil_div(p.n, kTileN));
-  Params const params{p.out, p.b, p.m, p.n, p.k, steps, stages(steps, C::kTileK), tiles_n, epilogue_args<true>(p)};
-  LaunchShape const shape{dim3(unsigned(tiles_n * blocks_of_columns(p.m, p.n, gpu))), kThreads, kSharedMemory};
+  int const m = p.m / joined, n = p.n * joined, tiles_n = int(ceil_div(n, kTileN));
+  Params const params{
+      p.out, p.b, m, n, p.k, joined, p.n, steps, stages(steps, C::kTileK), tiles_n, epilogue_args<true>(p)};
+  LaunchShape const shape{dim3(unsigned(tiles_n * blocks_of_columns(m, n, gpu))), kThreads, kSharedMemory};
   return jax_qmm::launch(submit, shape, kernel<C, Rows>, params, rows, boxes);
 }
 

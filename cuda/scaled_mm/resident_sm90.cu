@@ -10,17 +10,18 @@ using namespace resident;
 
 struct MatrixRows {
   static constexpr bool kHasZeroPoints = true;
-  int k;
+  int k, columns;
 
   struct Place {
     int row, column;
   };
 
-  // Whether a byte of a step is there, and where in a row of b.
+  // Whether b has a byte of a step of joined columns, and where.
   template <class C>
-  __device__ bool find(int step, int byte, int& at) const {
-    at = step * C::kTileK + byte;
-    return at < k;
+  __device__ bool find(int n, int step, int byte, int64_t& at) const {
+    int const row_of_joined = n / columns, column = step * C::kTileK + byte - row_of_joined * k;
+    at = int64_t(n - row_of_joined * columns) * k + column;
+    return 0 <= column && column < k;
   }
   __device__ Place begin(int row) const { return {row, 0}; }
 
@@ -47,14 +48,16 @@ cudaError_t ResidentB<TileK>::prepare(bool& fits) {
 template <int TileK>
 cudaError_t ResidentB<TileK>::launch(ScaledMm const& p, int, Gpu const& gpu, Submit const& submit) {
   CUtensorMap boxes;
-  cuuint64_t const shape[] = {cuuint64_t(p.k), cuuint64_t(p.m)}, strides[] = {shape[0]};
+  int const joined = rows_joined(p.m, p.n, p.k, TileK), k = joined * p.k;
+  cuuint64_t const shape[] = {cuuint64_t(k), cuuint64_t(p.m / joined)}, strides[] = {shape[0]};
   cuuint32_t const box[] = {TileK, kTileM}, each[] = {1, 1};
   CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
       &boxes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(p.a), shape, strides, box, each,
       CU_TENSOR_MAP_INTERLEAVE_NONE, TileK == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
-  return resident::launch<Config<TileK>>(p, MatrixRows{p.k}, int(ceil_div(p.k, TileK)), boxes, gpu, submit);
+  MatrixRows const rows{p.k, p.n};
+  return resident::launch<Config<TileK>>(p, rows, joined, int(ceil_div(k, TileK)), boxes, gpu, submit);
 }
 
 template struct ResidentB<64>;

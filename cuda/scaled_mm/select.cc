@@ -23,11 +23,16 @@ int alignment(ScaledMm const& p) {
   uintptr_t const in = address(p.a) | address(p.b) | uintptr_t(p.k);
   uintptr_t const out = address(p.out) | uintptr_t(p.n) * bytes_of(p.out_dtype);
   if (p.k == 0) return 1;
-  return (in | out) % 16 == 0 ? 16 : in % 4 == 0 ? 4 : 1;
+  if ((in | out) % 16 == 0) return 16;
+  if (in % 4 != 0) return 1;
+  return (address(p.a) | address(p.b) | out) % 16 == 0 ? 8 : 4;
 }
 
 // TMA reads and writes boxes whose rows start at multiples of 16 bytes.
-bool suits(Instance const& i, int alignment) { return alignment >= (i.schedule == Schedule::kMultistage ? 4 : 16); }
+bool suits(Instance const& i, int alignment) {
+  int const least = i.schedule == Schedule::kMultistage ? 4 : i.schedule == Schedule::kResidentB ? 8 : 16;
+  return alignment >= least;
+}
 
 bool may_choose(Gpu const& gpu, int instance, int alignment) {
   Instance const& i = instances()[instance];
@@ -58,7 +63,7 @@ bool serves(Instance const& i, ScaledMm const& p) {
   if (i.schedule == Schedule::kSkinny) return p.m <= i.tile_n && p.batch <= kMostBlocks;
   if (i.accum != accum_of(p)) return false;
   if (i.schedule == Schedule::kResidentB) {
-    return p.batch == 1 && resident::stages(ceil_div(p.k, i.tile_k), i.tile_k) >= resident::kLeastStages;
+    return p.batch == 1 && resident::rows_joined(p.m, p.n, p.k, i.tile_k) > 0;
   }
   if (workspace_of(i, p) > std::min(p.workspace_bytes, kMostWorkspace)) return false;
   if (i.schedule == Schedule::kMultistage) {

@@ -121,7 +121,7 @@ def xla_int8_conv(layer, x, w, scale, bias):
 
 def weight_only_conv(layer, x, w, bias):
     """Ours, of bfloat16 x and a packed w."""
-    return jax_qmm.conv_general_dilated(x, w, **geometry(layer), bias=bias, activation="relu")
+    return jax_qmm.conv_general_dilated(x, w, **geometry(layer), bias=bias, activation="relu", out_dtype=x.dtype)
 
 
 def xla_bf16_conv(layer, x, w, bias):
@@ -133,6 +133,11 @@ def layers_of(scheme: str) -> list[tuple[str, Layer]]:
     """The layers that are measured, with the names of their networks: weight-only those that blocks fit."""
     every = [(name, layer) for name, layers in NETWORKS.items() for layer in layers]
     return every if scheme == "conv" else [(name, layer) for name, layer in every if layer.channels % 64 == 0]
+
+
+def block_of(layer: Layer) -> int:
+    """Channels that share a scale, where weights have blocks."""
+    return 128 if layer.channels % 128 == 0 else 64
 
 
 @functools.cache  # for what makes operands is compiled once for all
@@ -154,7 +159,7 @@ def contestants(scheme: str, layer: Layer, images: int) -> dict[str, tuple[Calla
 
     def packed(seed):
         x, w, bias = bf16(seed)
-        return x, W4A16(128 if layer.channels % 128 == 0 else 64).quantize_weight(w, (1, 2, 3)), bias
+        return x, W4A16(block_of(layer)).quantize_weight(w, (1, 2, 3)), bias
 
     of = lambda function, make: (functools.partial(function, layer), jax.jit(make))
     if scheme == "conv":

@@ -31,12 +31,11 @@ def test_choices_of_int8_are_near_the_fastest_that_was_measured(extension, h200,
     assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.05 and max(ratios.values()) < 1.2, ratios
 
 
-def test_choices_of_weights_alone_are_near_the_fastest_that_was_measured(extension, h200, stored):
+def test_choices_of_weights_alone_are_near_the_fastest_that_was_measured(extension, h200, stored, load_script):
+    problem_of = load_script("benchmarks/conv/kernels.py").weight_only_problem_of
     ratios = {}
     for (words, images), times in times_of(stored("weight_only_conv_kernels.csv")).items():
-        layer = LAYERS[words]
-        product = layer.shape(images)
-        problem = extension.BlockScaledMmProblem(*product, 1, "bfloat16", "bfloat16", 4, 64, None, True)
+        problem = problem_of(extension, LAYERS[words], images)
         once = "dequantized once, then XLA"
         chosen = once if problem.dequantizes_once(h200) else problem.select(h200)
         ratios[words, images] = times[chosen] / min(us for kernel, us in times.items() if kernel != "XLA bfloat16")

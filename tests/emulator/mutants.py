@@ -38,6 +38,7 @@ BOTH_SIDES = "tests/ops/test_block_quantized_mm_gpu.py::{}"
 OF_FLOATS = "tests/ops/test_block_quantized_mm_floats_gpu.py::{}"
 EXPANDED = "tests/ops/test_expanded_mm_gpu.py::{}"
 CONVS = "tests/ops/test_conv_gpu.py::{}"
+WEIGHTS_OF_WINDOWS = "tests/ops/test_weight_only_conv_gpu.py::{}"
 RESIDENT = "tests/ops/test_scaled_mm_epilogue_gpu.py::test_rows_that_stream_past_resident_columns[{}]"
 TESTS = {
     "block scaled": [
@@ -60,6 +61,14 @@ TESTS = {
         BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-bfloat16-4]"),
         BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[48-72-4232-384-batch3-bfloat16-bfloat16-4]"),
     ],
+    "weights of windows": [
+        WEIGHTS_OF_WINDOWS.format(f"test_windows_by_wgmma[{tile}-bfloat16-4-{name}]")
+        for tile, name in (
+            ("64x128x128", "strides and dilation"),
+            ("128x128x128", "steps of several taps, beyond the last"),
+            ("256x128x128 cluster 2", "several images"),
+        )
+    ],
     "weights in int8": [
         EXPANDED.format(
             f"test_persistent_blocks[{sizes}-True-bfloat16-sm90 wgmma 256x128x128 cluster 2 persistent int4]"
@@ -74,6 +83,8 @@ TESTS = {
         BOTH_SIDES.format("test_several_tiles_of_wgmma[64x64x128]"),
         BOTH_SIDES.format("test_rows_of_whole_sixteens[wgmma 16x64x128-35-9-1424-128]"),
         BOTH_SIDES.format("test_batches_bias_and_activation_of_whole_sixteens[wgmma 64x64x128]"),
+        BOTH_SIDES.format("test_parts_of_k_of_float8[128-3088-32x64x128]"),
+        BOTH_SIDES.format("test_parts_of_k_of_float8_are_added_once"),
     ],
     "blocks that stay": [
         BOTH_SIDES.format("test_blocks_that_stay[208-64-None-None]"),
@@ -94,7 +105,9 @@ TESTS = {
     "generic": [EXACT.format(shape) for shape in ((33, 65, 33), (33, 127, 515), (33, 64, 128))],
     "skinny": [CHOICES.format((7, 200, 4624))],
     "one tile": [CHOICES.format((7, 200, 4624)), CHOICES.format((130, 1544, 272))],
-    "resident": [RESIDENT.format(of) for of in ("one step-64-of all", "many steps-128-of rows")],
+    "resident": [
+        RESIDENT.format(of) for of in ("one step-64-of all", "many steps-128-of rows", "two rows as one-64-of rows")
+    ],
     "multistage": [CHOICES.format((66, 267, 1048)), CHOICES.format((35, 130, 1044))],
     "conv": [
         *(
@@ -163,9 +176,12 @@ QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh
 WINDOWS, DEPTHWISE, SQUARES = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise", "depthwise_square"))
 SHORT_WINDOWS, RESIDUAL = "conv/short_window.cu", "conv/residual.cuh"
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
-WRITE_ROWS, RESIDENT_B = "scaled_mm/write_rows.cuh", "scaled_mm/resident.cuh"
+WRITE_ROWS = "scaled_mm/write_rows.cuh"
+RESIDENT_B, RESIDENT_ROWS = "scaled_mm/resident.cuh", "scaled_mm/resident_sm90.cu"
 ADD_PARTS = "scaled_mm/split_k.cu"
-WEIGHTS, STREAMS, LAUNCH = (f"block_scaled_mm/{name}_sm90.cuh" for name in ("wgmma", "streams", "launch"))
+WEIGHTS, STREAMS, LAUNCH, WINDOWS_OF_WEIGHTS = (
+    f"block_scaled_mm/{name}_sm90.cuh" for name in ("wgmma", "streams", "launch", "windows")
+)
 EXPANSION, FEW_ROWS = "expanded_mm/expansion.cuh", "expanded_mm/few_rows.cu"
 FP8_WEIGHTS, INT8_WEIGHTS = (f"block_scaled_mm/dequantize_{name}.cuh" for name in ("fp8", "int8"))
 EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
@@ -478,6 +494,11 @@ MUTANTS = [
         "kDown * kStep",
     ),
     Mutant("blocks by wgmma: whole stores everywhere", WGMMA_OF_BLOCKS, "problem.stores_whole()", "true"),
+    Mutant("blocks by wgmma: parts are sent to stages in use", WGMMA_OF_BLOCKS, "    sync_cluster();"),
+    Mutant("blocks by wgmma: parts are added before they come", WGMMA_OF_BLOCKS, "    Full::wait(&shared.added, 0);\n"),
+    Mutant(
+        "blocks by wgmma: the last part misses a slot", WGMMA_OF_BLOCKS, "(part + 1) / parts;", "/ parts * (part + 1);"
+    ),
     Mutant(
         "blocks by wgmma: a block of 64 in the wrong half",
         WGMMA_OF_BLOCKS,
@@ -655,6 +676,34 @@ MUTANTS = [
     Mutant("resident: no wait for products", RESIDENT_B, "    warpgroup_wait<0>();\n"),
     Mutant("resident: rows beyond the matrix", RESIDENT_B, "      if (m >= p.m) break;\n"),
     Mutant("resident: columns beyond the matrix", RESIDENT_B, "    if (n >= p.n) continue;\n"),
+    Mutant("resident: scales of the first joined row", RESIDENT_B, " * p.joined + row_of_joined));", " * p.joined));"),
+    Mutant(
+        "resident: zero points of the first joined row",
+        RESIDENT_B,
+        "int const row = m * p.joined + row_of_joined;",
+        "int const row = m * p.joined;",
+    ),
+    Mutant(
+        "resident: b also left of its block", RESIDENT_ROWS, "return 0 <= column && column < k;", "return column < k;"
+    ),
+    Mutant("resident: bias of other columns", RESIDENT_B, "(first_n + i) % p.columns", "first_n + i"),
+    Mutant(
+        "weights of windows: taps beyond the last",
+        WINDOWS_OF_WEIGHTS,
+        "if (column >= k) image = images, tap[1] = tap[2] = 0;\n",
+    ),
+    Mutant(
+        "weights of windows: no dilation",
+        WINDOWS_OF_WEIGHTS,
+        "find(channel, window.dilation,",
+        "find(channel, {1, 1, 1},",
+    ),
+    Mutant(
+        "weights of windows: the same pixels twice in a cluster",
+        WEIGHTS,
+        "load<kShare, sizeof(Element)>(boxes_x, full, box, column, m);",
+        "load<kShare, sizeof(Element)>(boxes_x, full, box, column, piece.first_m);",
+    ),
     Mutant("one tile: no wait for loads", ONE_TILE, "      Full::wait(&smem.full[stage], phase);\n"),
     Mutant(
         "one tile: a stage released while it is multiplied",

@@ -290,6 +290,32 @@ def check_float8(words, x, w, product=jax_qmm.block_scaled_mm):
     assert (error <= 2.0**-10 * (np.abs(a) @ np.abs(b))).all()
 
 
+@pytest.mark.usefixtures("has_wgmma")
+@pytest.mark.parametrize("tile", WGMMA[:3])
+@pytest.mark.parametrize("block, k", [(64, 1040), (128, 2064), (128, 3088), (256, 4112)])
+def test_parts_of_k_of_float8(only, tile, block, k):
+    """As many rows as the parts share, fewer, and more than a tile; the last part has fewer blocks, or more than others
+    do."""
+    words = only(f"wgmma {tile} split-K 2 float8")
+    for m in (1, 17, 70):
+        check_float8(words, qarray((m,), k, block, dtype=F8), qarray((72,), k, block, dtype=F8, seed=1))
+
+
+@pytest.mark.usefixtures("has_wgmma")
+def test_parts_of_k_of_float8_are_added_once(only):
+    """Exactly: of integers, with batches, a bias, an activation and results of each width."""
+    small = lambda *given, **more: jnp.round(qarray(*given, dtype=F8, **more).qvalue.astype(F32) / 64).astype(F8)
+    x = QArray(small((3, 21), 2112, 128), jnp.full((3, 21, 17), 0.5), tile_size=128)
+    w = QArray(small((200,), 2112, 128, seed=1), jnp.full((200, 17), 0.25), tile_size=128)
+    bias = jnp.linspace(-1, 1, 200)
+    y = 0.125 * np.asarray(x.qvalue, np.float64) @ np.asarray(w.qvalue, np.float64).T + np.asarray(bias, np.float64)
+    for out_dtype in (F32, BF16):
+        only("wgmma 16x64x128 split-K 2 float8")
+        f = functools.partial(jax_qmm.block_scaled_mm, bias=bias, activation=(-30, 40), out_dtype=out_dtype)
+        got = jax.jit(jax.vmap(lambda x: f(x, w)))(x)  # noqa: B023
+        np.testing.assert_array_equal(got, np.clip(F32(y), -30, 40).astype(out_dtype))
+
+
 def test_each_block_of_float8_has_its_own_scale(tile):
     """One column at a time, and exact."""
     k, block = 300, 64

@@ -115,6 +115,8 @@ def test_dtypes_of_scales_and_extremes(extension):
         (64, 520, 1288, 320, (1, 3), BF16),
         (48, 72, 4232, 384, (1, 1), BF16),  # more than two blocks share a tile
         (40, 8, 8, 64, (1, 1), BF16),  # one step
+        (19, 136, 1416, 32, (2, 1), F16),  # several terms for a step
+        (50, 264, 392, 96, (1, 1), BF16),
         (130, None, 264, 128, (1, 1), BF16),  # each block has several tiles
     ],
 )
@@ -126,7 +128,7 @@ def test_blocks_stay_and_share_tiles(m, n, k, block, batch, out_dtype, bits, dty
     kwargs = dict(bits=bits, block=block, out_dtype=out_dtype, bias=bias)
     for named in ("persistent", "stream-K"):
         every = check_each(extension, x, q, scale, zero_point, named=named, **kwargs)
-        assert every or (dtype == F16 and block % 128)  # none scales weights
+        assert every or (dtype == F16 and bits == 8 and block % 128)  # none scales weights
 
 
 @pytest.mark.parametrize("activation, low, high", [("clamp", -0.25, 0.5), ("gelu", 0, 0), ("silu", 0, 0)])

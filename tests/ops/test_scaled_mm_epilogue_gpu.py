@@ -112,10 +112,13 @@ def test_int8_is_exact(extension, gpu, oracle, shape, activation, out_dtype):
 
 @pytest.mark.parametrize("scale_a", ["of rows", "of all"])
 @pytest.mark.parametrize("tile_k", [64, 128])
-@pytest.mark.parametrize("k, turns", [(48, 17), (1040, 2)], ids=["one step", "many steps"])
-def test_rows_that_stream_past_resident_columns(extension, gpu, oracle, k, turns, tile_k, scale_a):
-    n, warpgroups = 272, 4
-    m = 64 * warpgroups * max(1, gpu.sm_count // 5) * turns + 10  # more steps than are loaded at first
+@pytest.mark.parametrize(
+    "n, k, turns",
+    [(272, 48, 17), (272, 1040, 2), (144, 24, 3), (16, 52, 2), (48, 80, 2), (16, 16, 2)],
+    ids=["one step", "many steps", "two rows as one", "four rows as one", "four rows in tiles", "narrow rows as one"],
+)
+def test_rows_that_stream_past_resident_columns(extension, gpu, oracle, n, k, turns, tile_k, scale_a):
+    m = 64 * 4 * max(1, gpu.sm_count // 5) * turns + 24  # more steps than are loaded at first
     a, b, vectors = operands(m, n, k, np.int8, np.int8)
     if scale_a == "of all":
         vectors["scale_a"] = vectors["scale_a"][:, :1]

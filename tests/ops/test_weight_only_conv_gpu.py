@@ -72,7 +72,18 @@ def weights(c, bits, block, zero_point, seed=0):
     return matrix.reshape(c.rhs_shape()), dense.reshape(c.rhs_shape()), spread(scale).reshape(c.rhs_shape())
 
 
-def check(c, w, dense, scales, dtype, float_zero=False, bias=None, words="windows sm80", out_dtype=F32):
+def check(
+    c,
+    w,
+    dense,
+    scales,
+    dtype,
+    float_zero=False,
+    bias=None,
+    words="windows sm80",
+    out_dtype=F32,
+    rounds_weights=False,
+):
     x = np.random.default_rng(1).standard_normal(c.lhs_shape()).astype(dtype)
     f = lambda x, w: jax_qmm.conv_general_dilated(x, w, **c.keywords(), bias=bias, out_dtype=out_dtype)
     (row,) = jax_qmm.explain(f, x, w).rows
@@ -81,10 +92,10 @@ def check(c, w, dense, scales, dtype, float_zero=False, bias=None, words="window
     x = np.float64(x)
     y = conv_oracle.sums(c, x, dense) + (0 if bias is None else np.float64(bias))
     total = conv_oracle.sums(c, np.abs(x), np.abs(dense))
-    error = (dense[0].size + 16) * 2.0**-23 * total + float_zero * UNIT[dtype] * total
+    error = (dense[0].size + 16) * 2.0**-23 * total + 1.016 * (float_zero or rounds_weights) * UNIT[dtype] * total
     if float_zero and dtype == F16:
         error += 2.0**-25 * conv_oracle.sums(c, np.abs(x), np.abs(scales))
-    error += UNIT[out_dtype] * np.abs(y) + np.finfo(F32).tiny
+    error += UNIT[out_dtype] * (np.abs(y) + error) + ml_dtypes.finfo(out_dtype).tiny
     assert got.shape == y.shape and np.all(np.abs(got - y) <= error)
 
 
@@ -106,6 +117,58 @@ def test_blocks_and_zero_points(extension, dtype, bits, zero_point, block):
         check(c, *weights(c, bits, block, zero_point), dtype, float_zero=zero_point == "float")
     finally:
         extension.restrict_block_scaled_mm("")
+
+
+WGMMA = ("64x128x128", "128x128x128", "256x128x128 cluster 2")
+OF_TMA = {  # images that TMA loads, with parts of tiles, of several images, and blocks that begin and end within taps
+    "windows around 65 pixels": case((13, 5), (3, 3), padding=SAME, channels=64, out=136),
+    "several images": case((7, 9), (3, 3), padding=SAME, channels=128, out=72, images=5),
+    "strides and dilation": case((11, 12), (3, 2), (1, 2), ((2, 2), (0, 3)), (3, 4), channels=64, out=8, images=3),
+    "negative padding": case((12, 11), (3, 2), (1, 2), ((-2, 1), (-1, -3)), channels=128, out=24, images=2),
+    "padding wider than the window": case((3, 2), (2, 2), (1, 1), ((5, 4), (4, 6)), channels=64, out=8, images=4),
+    "stride without taps": case((9, 8), (1, 1), (2, 3), channels=320, out=40, images=9),
+    "one axis": case((370,), (5,), (2,), ((3, 1),), channels=64, out=16, images=3),
+    "steps of several taps, beyond the last": case((19, 15), (3, 3), padding=SAME, channels=192, out=264, images=2),
+}
+
+
+@pytest.mark.usefixtures("has_wgmma")
+@pytest.mark.parametrize("name", OF_TMA)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("tile", WGMMA)
+def test_windows_by_wgmma(extension, tile, dtype, bits, name):
+    """With blocks of 64 where weights are scaled, else of 128."""
+    if dtype == F16 and tile != WGMMA[0]:
+        pytest.skip("weights are not scaled in float16")
+    c, block = OF_TMA[name], 128 if tile == WGMMA[0] else 64
+    bias = jnp.linspace(-1, 1, c.rhs_shape()[0])
+    for words in (f"windows sm90 wgmma {tile} persistent", f"windows sm90 wgmma {tile} stream-K"):
+        extension.restrict_block_scaled_mm(words)
+        try:
+            options = dict(bias=bias, words=words, out_dtype=dtype, rounds_weights=tile != WGMMA[0])
+            check(c, *weights(c, bits, block, "int32"), dtype, **options)
+        finally:
+            extension.restrict_block_scaled_mm("")
+
+
+@pytest.mark.usefixtures("has_wgmma")
+@pytest.mark.parametrize("tile", WGMMA)
+def test_each_pixel_of_each_tap_is_multiplied(extension, tile):
+    """Exactly: of weights that have one value, in every tap and in channels of both halves of a step."""
+    c = case((13, 5), (3, 3), padding=SAME, channels=64, out=9 * 8, images=2)
+    q = np.zeros((9, 8, 9, 64), int)
+    for tap in range(9):
+        for i, channel in enumerate((0, 7, 18, 31, 32, 45, 56, 63)):
+            q[tap, i, tap, channel] = 1
+    w = QArray(jnp.asarray(q.reshape(72, -1), jnp.int4), jnp.ones((72, 1), F32)).pack().reshape(c.rhs_shape())
+    x = np.random.default_rng(1).standard_normal(c.lhs_shape()).astype(BF16)
+    extension.restrict_block_scaled_mm(f"windows sm90 wgmma {tile}")
+    try:
+        got = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, **c.keywords(), out_dtype=BF16))(x, w)
+    finally:
+        extension.restrict_block_scaled_mm("")
+    np.testing.assert_array_equal(np.float64(got), conv_oracle.sums(c, np.float64(x), q.reshape(c.rhs_shape())))
 
 
 def test_split_k(extension):
