@@ -132,7 +132,8 @@ def xla_bf16_conv(layer, x, w, bias):
 def layers_of(scheme: str) -> list[tuple[str, Layer]]:
     """The layers that are measured, with the names of their networks: weight-only those that blocks fit."""
     every = [(name, layer) for name, layers in NETWORKS.items() for layer in layers]
-    return every if scheme == "conv" else [(name, layer) for name, layer in every if layer.channels % 64 == 0]
+    whole = lambda layer: layer.channels % 64 == 0 and layer.groups == 1
+    return every if scheme == "conv" else [(name, layer) for name, layer in every if whole(layer)]
 
 
 def block_of(layer: Layer) -> int:

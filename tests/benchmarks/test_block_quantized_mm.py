@@ -17,7 +17,7 @@ def test_choices_are_near_the_fastest_that_was_measured(extension, h200, stored)
     for key, times in products.items():
         m, n, k, block, dtype, zero_points, shared = key
         if shared:  # which the other kernels take too, in the same time
-            times = times | products.get((*key[:-1], ""), {})
+            times = products.get((*key[:-1], ""), {}) | times
         kind = dtype, "bfloat16", block, "a" if zero_points else "", bool(shared)
         chosen = extension.BlockQuantizedMmProblem(m, n, k, 1, *kind).select(h200)
         if chosen in times:  # persistent kernels were measured with some of the weights

@@ -38,5 +38,7 @@ def test_choices_of_weights_alone_are_near_the_fastest_that_was_measured(extensi
         problem = problem_of(extension, LAYERS[words], images)
         once = "dequantized once, then XLA"
         chosen = once if problem.dequantizes_once(h200) else problem.select(h200)
-        ratios[words, images] = times[chosen] / min(us for kernel, us in times.items() if kernel != "XLA bfloat16")
-    assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.05 and max(ratios.values()) < 1.25, ratios
+        if chosen in times:
+            ratios[words, images] = times[chosen] / min(us for kernel, us in times.items() if kernel != "XLA bfloat16")
+    assert len(ratios) >= 15
+    assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.03 and max(ratios.values()) < 1.15, ratios

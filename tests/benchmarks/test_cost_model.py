@@ -166,8 +166,8 @@ def test_what_is_measured_is_read_again(cost_model, extension, h200, monkeypatch
 
 
 @pytest.mark.parametrize("gpu, file, plain, full", [
-    ("NVIDIA H100 80GB HBM3", "../h100/kernels.csv.gz", (800, 1.02, 1.4), (225, 1.035, 1.6)),
-    ("NVIDIA H200", "full_epilogue_kernels.csv.gz", (180, 1.05, 2.0), (390, 1.025, 1.7)),
+    ("NVIDIA H100 80GB HBM3", "../h100/kernels.csv.gz", (800, 1.02, 1.4), (190, 1.035, 1.6)),
+    ("NVIDIA H200", "full_epilogue_kernels.csv.gz", (180, 1.05, 2.0), (345, 1.025, 1.7)),
 ])  # fmt: skip
 def test_choices_are_near_the_fastest_with_both_epilogues(cost_model, extension, stored, gpu, file, plain, full):
     """With the plain epilogue and with the full one, among them convolutions with windows of one pixel."""
@@ -179,8 +179,9 @@ def test_choices_are_near_the_fastest_with_both_epilogues(cost_model, extension,
 
 
 def test_times_of_resident_columns_are_predicted(extension, h200, stored):
-    """As its estimate says, which is fitted to these and to convolutions: to 6 % (root mean square)."""
-    off = []
+    """As its estimate says, which is fitted to these and to convolutions: to 6 % (root mean square); where rows are
+    joined, in a later run by the extension itself, to 13 %."""
+    off = {False: [], True: []}
     with stored("resident_kernels.csv").open() as file:
         for row in csv.DictReader(file):
             if row["layer"]:
@@ -188,5 +189,6 @@ def test_times_of_resident_columns_are_predicted(extension, h200, stored):
             m, n, k = (int(row[name]) for name in "mnk")
             problem = extension.ScaledMmProblem(m, n, k, 1, "int8", "int8", False, True)
             (choice,) = (c for c in problem.choices(h200) if extension.describe_scaled_mm(c) == row["kernel"])
-            off.append(np.log(problem.predict(choice, h200) / float(row["us"])))
-    assert len(off) == 38 and np.sqrt(np.mean(np.square(off))) < 0.065
+            off[k % 16 > 0 or n % 64 > 0].append(np.log(problem.predict(choice, h200) / float(row["us"])))
+    rms = {joined: np.sqrt(np.mean(np.square(each))) for joined, each in off.items()}
+    assert [*map(len, off.values())] == [32, 20] and rms[False] < 0.065 and rms[True] < 0.13

@@ -24,7 +24,7 @@ def run(extension, load_script, monkeypatch, tmp_path):
         monkeypatch.setattr(measure, "kernel_us", lambda *of: [9.0 - i / 10 for i in range(len(of[2]))])
         monkeypatch.setattr(measure, "jit_us", lambda function, sets: 20.0)
         monkeypatch.setattr(measure, "operands", lambda product, dtype: [()])
-        monkeypatch.setattr(module, "autotune_xla", lambda products: None)
+        monkeypatch.setattr(measure, "autotune_xla", lambda calls: None)
         out, kernels = tmp_path / "out.csv", tmp_path / "kernels.csv.gz"
         monkeypatch.setattr("sys.argv", ["portable.py", str(rate), str(out), "--kernels", str(kernels), *arguments])
         module.main()
