@@ -54,7 +54,7 @@ bool serves(Instance const& i, BlockQuantizedMm const& p) {
   if (i.of_a_alone && p.of_b.zero_point.data != nullptr) return false;
   if (i.shared_b && p.of_b.scale.shift == 0) return false;
   if (p.m <= i.tile_m * (i.share - 1)) return false;  // the last block of each cluster would have no rows
-  if (ceil_div(p.groups(), kBlocksOfSlot) < i.parts) return false;
+  if (i.parts > 1 && ceil_div(p.groups(), kBlocksOfSlot) < i.parts) return false;
   return i.in == p.in && i.quantizes == p.quantizes() && i.zero_points == p.has_zero_points() &&
          i.shortest <= p.block && p.block <= i.longest;
 }

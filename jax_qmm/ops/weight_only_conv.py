@@ -1,8 +1,8 @@
 """Convolutions of a float lhs with weights of 4 or 8 bits, whose scales may belong to blocks of channels and to taps.
 
-A window of one value is a product, which `block_scaled_mm` computes. Of all others, a kernel computes those of few
-pixels, for which reading the weights takes most of the time; for many pixels the weights are dequantized to the dtype
-of lhs at each call, and XLA convolves in it. A cost model decides.
+A window of one value is a product, which `block_scaled_mm` computes. Of all others, kernels compute those of few
+pixels, for which reading the weights takes most of the time, and on Hopper those of many, with channels in multiples of
+64; else the weights are dequantized to the dtype of lhs at each call, and XLA convolves in it. A cost model decides.
 
 Weights that lie otherwise in memory than as outputs, taps and channels, and windows that the kernel has not, are XLA's
 always. The jaxpr has a jit of the name `DEQUANTIZED_CONV` there, so that `explain` can tell.
