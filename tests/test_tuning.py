@@ -377,6 +377,15 @@ def test_what_was_tuned_serves_products_like_it(extension, h200, tuned, fields, 
     assert problem.select(h200) == (other if found else default)
 
 
+def test_what_was_tuned_does_not_serve_fewer_rows_that_it_cannot_join(extension, h200):
+    """A kernel for rows of 24 bytes takes two of them for one."""
+    product = lambda m: extension.ScaledMmProblem(m, 144, 24, 1, "int8", "int8", False, True)
+    choice, *_ = (c for c in product(3136).choices(h200) if "resident" in extension.describe_scaled_mm(c))
+    product(3136).tune(choice, h200)
+    assert product(3088).select(h200) == choice
+    assert product(3087).select(h200) in product(3087).choices(h200)
+
+
 def test_what_was_tuned_serves_gpus_of_the_same_model(extension, h200):
     problem, slice_of_it = extension.ScaledMmProblem(*INT8), extension.Gpu("NVIDIA H200 MIG 1g.18gb", 16, 90)
     problem.tune((-1, 1), h200)

@@ -7,8 +7,8 @@
 //
 // sums_b are those of b over a block, sums_a those of a less its zero point. Products of int8 are summed in int32; all
 // else is float32: each zero point with one fused multiply-add, then block after block
-// y = fma(scale_a, scale_b * t, y), so that an int8 result is the same whatever the tile. Then the bias, the
-// activation, and one rounding to the output's dtype.
+// y = fma(scale_a, scale_b * t, y), so that an int8 result is the same whatever the tile. Of fp8 two parts of the
+// blocks may be added up by themselves. Then the bias, the activation, and one rounding to the output's dtype.
 //
 // Floats of a are quantized to the dtype of b in the same blocks first, as quantize.h has it: scale_a, zero_point_a and
 // sums_a are what that gives.
@@ -40,15 +40,15 @@ struct InBlocks {
   };
   Vector scale, zero_point, sums;
 
-  // Whether rows that lie in one tile share what they have. Then it is loaded once: many threads that ask for one place
-  // wait for each other.
-  __host__ __device__ bool is_shared() const { return scale.shift > 0 && zero_point.data == nullptr; }
+  // Whether the rows of a tile do. Then a scale is loaded once: many threads that ask for one place wait for each
+  // other.
+  __host__ __device__ bool shares_scales() const { return scale.shift > 0; }
 };
 
 // Of the terms of a ScaledMm it has the bias alone; `in` is the dtype of b.
 struct BlockQuantizedMm : ScaledMm {
   static constexpr int kShortest = 32, kLongest = 256;  // blocks, by powers of two
-  static constexpr int kLog2Shared = 7;                 // of the rows of b that may share their scales
+  static constexpr int kLog2Shared = 7, kShared = 128;  // rows of b that may share their scales
   static constexpr int kFewRows = 64;                   // of a; up to here reading b may be what counts
 
   int block;       // columns that share a scale; the last one may be short

@@ -1,7 +1,7 @@
 // Kernels for few rows of a, which read b at the rate of memory. A block has 16 or 32 rows of b, the 16-row operand of
 // the tensor cores, and 8 or 16 of a; its warps take turns at K. Sums of a block of columns are whole in one warp,
 // which leaves them in shared memory. After some turns all threads scale what is there, for each output block after
-// block: so results are those of other kernels, bit for bit, though many warps share K.
+// block: so results of int8 are those of other kernels, bit for bit, though many warps share K.
 //
 // Of a in floats, each block of threads quantizes the columns of these turns first, into shared memory, while rows of b
 // are on their way to L2.
@@ -44,6 +44,7 @@ struct Config {
   static constexpr bool kZeroPoints = ZeroPoints, kOf32 = Of32, kQuantizes = Quantizes;
   static constexpr int kEights = Eights, kTiles = Tiles, kWarps = Warps, kThreads = 32 * Warps;
   static constexpr int kTileM = 8 * Eights, kTileN = 16 * Tiles, kLines = kTileM + kTileN;
+  static_assert(BlockQuantizedMm::kShared % kTileN == 0, "rows of b of a tile share a scale, or none do");
   static constexpr int kBlocks = Quantizes ? 32 / Eights : 4 * Warps;  // that are scaled at once
   static constexpr int kVectors = ZeroPoints ? 3 : 1;                  // of each line: scale, zero point, sums
   static constexpr int kOutputs = kTileM * kTileN;
@@ -160,7 +161,7 @@ __device__ void copy_terms(Params const& p, typename C::Shared& shared, int l, i
     int const line = i / C::kBlocks, block = i % C::kBlocks;
     bool const of_a = line < C::kTileM;
     if (C::kQuantizes && of_a) continue;
-    if (!C::kZeroPoints && line > C::kTileM && p.of_b.is_shared()) continue;
+    if (!C::kZeroPoints && line > C::kTileM && p.of_b.shares_scales()) continue;
     int const row = of_a ? first_m + line : first_n + line - C::kTileM;
     if (first + block >= p.groups || row >= (of_a ? p.m : p.n)) continue;
     InBlocks const& side = of_a ? p.of_a : p.of_b;
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kLeastPerSm) few_rows_kernel(P
       if (m < C::kTileM && first_m + m < p.m) use(y[i], m, output % C::kTileN);
     }
   };
-  bool const shares_b = !C::kZeroPoints && p.of_b.is_shared();
+  bool const shares_b = !C::kZeroPoints && p.of_b.shares_scales();
   for (int first = 0; first < p.groups; first += C::blocks(p)) {
     copy_terms<C>(p, shared, l, first_m, first_n, first);
     if constexpr (C::kQuantizes) {

@@ -118,10 +118,11 @@ double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gp
   double const blocks = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch * i.parts;
   double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
   double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(blocks / gpu.sm_count));  // those of K lie apart
-  double const groups = double(ceil_div(ceil_div(p.groups(), kBlocksOfSlot), i.parts)) * kBlocksOfSlot;
-  double const outputs = double(i.tile_m) * i.tile_n, k = i.parts > 1 ? groups * p.block : p.k;
+  int64_t const of_part = ceil_div(ceil_div(p.groups(), kBlocksOfSlot), i.parts) * kBlocksOfSlot;
+  double const groups = double(std::min<int64_t>(of_part, p.groups()));
+  double const outputs = double(i.tile_m) * i.tile_n, k = std::min<double>(groups * p.block, p.k);
   double const multiplying = outputs * k * 2 / (costs.rate * gpu.peak / gpu.sm_count / gpu.clock);
-  double const scaling = outputs * (i.parts > 1 ? groups : p.groups()) * costs.scaling / kFloats;
+  double const scaling = outputs * groups * costs.scaling / kFloats;
   double const reading = (double(i.tile_m) + i.tile_n) * k / costs.l2;
   double const alone = k / costs.columns * costs.step + costs.alone * scaling;
   double const sending = i.parts > 1 ? kParts + kSum * outputs : 0;

@@ -70,6 +70,7 @@ struct ConfigSm90 {
   // Of sums on their way out: the stores of fragments hit distinct banks.
   static constexpr int kPitch = kDown + 4;
   static_assert(kStages >= 2 && (kAcross + kMostParts - 1) * kPitch * 4 <= kStageBytes * kStages);
+  static_assert(BlockQuantizedMm::kShared % kDown == 0, "rows of b of a tile share a scale, or none do");
   static_assert(Block >= kStep || (Block == kStep / 2 && (Round == 1 || Round % 2 == 0)));
 };
 
@@ -101,7 +102,7 @@ __device__ void copy_terms(ParamsSm90 const& p, int thread, int l, int first_dow
     int const line = thread + kTermsThreads * i;
     if (line >= C::kLines) break;
     bool const is_down = line < C::kDown;
-    if (!C::kZeroPoints && is_down && line > 0 && p.down.blocks.is_shared()) continue;
+    if (!C::kZeroPoints && is_down && line > 0 && p.down.blocks.shares_scales()) continue;
     Side const& side = is_down ? p.down : p.across;
     int const row = is_down ? first_down + line : first_across + line - C::kDown;
     // Zeros beyond the last row, whose terms would be asked for by many threads at once, at one place of L2.
@@ -254,7 +255,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
   };
   int const row = 16 * warp + lane / 4;
-  bool const shares_down = !C::kZeroPoints && p.down.blocks.is_shared();
+  bool const shares_down = !C::kZeroPoints && p.down.blocks.shares_scales();
   int const lines[] = {shares_down ? 0 : row, shares_down ? 0 : row + 8};  // that have the terms
   auto const add_block = [&](auto const& term, auto const& of_block) {
     float of_b[C::kVectors][2];
@@ -318,8 +319,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       use(i / 4 * 8 + lane % 4 * 2 + i % 2, row + i / 2 % 2 * 8, total[i]);
     }
   };
-  sync_math<C::kMathThreads>();
   if (parts == 1) {
+    sync_math<C::kMathThreads>();
     each_sum([&](int across, int down, float sum) { sums_of_tile[across * C::kPitch + down] = sum; });
     sync_math<C::kMathThreads>();
   } else {
@@ -329,7 +330,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     each_sum([&](int across, int down, float sum) {
       if (across >= tile_m) return;
       int const adder = across / rows_of_part, of_adder = across - adder * rows_of_part;
-      float* const to = &sums_of_tile[(first_row + of_adder) * C::kPitch + down];
+      float* const to = &sums_of_tile[(part * rows_of_part + of_adder) * C::kPitch + down];
       store_shared_remote(__float_as_uint(sum), cast_smem_ptr_to_uint(to), cast_smem_ptr_to_uint(&shared.added), adder);
     });
     __syncwarp();
@@ -390,7 +391,7 @@ LaunchShape shape_of(unsigned tiles, bool alone) {
 
 template <class C, int kParts>
 cudaError_t prepare_wgmma(bool& fits) {
-  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C, kParts>(1, kParts > 1), fits);
+  return prepare_kernel(reinterpret_cast<void const*>(wgmma_kernel<C>), shape_of<C, kParts>(1, C::kSplitsK), fits);
 }
 
 template <class C, int kParts>

@@ -103,7 +103,7 @@ struct ConfigSm90 {
 
 template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeights ? 64 : kStep>
 using PersistentSm90 = ConfigSm90<T, Bits, TileM, ScaleWeights, Unit, true>;
-template <class T, int Bits, int TileM, bool ScaleWeights, int Unit = ScaleWeights ? 64 : kStep>
-using WindowsSm90 = ConfigSm90<T, Bits, TileM, ScaleWeights, Unit, true, true>;
+template <class T, int Bits, int TileM, bool ScaleWeights>
+using WindowsSm90 = ConfigSm90<T, Bits, TileM, ScaleWeights, ScaleWeights ? 64 : kStep, true, true>;
 
 }  // namespace jax_qmm::block_scaled

@@ -48,7 +48,7 @@ bool runs_on(Gpu const& gpu, int instance) {
 bool serves(Instance const& i, BlockScaledMm const& p) {
   if (i.windows != p.windows.has_value()) return false;
   constexpr int kChannels = 64;  // of a row of what TMA loads of images
-  if (i.wgmma && i.windows && (p.windows->channels % kChannels != 0 || !suit_im2col(*p.windows))) return false;
+  if (i.wgmma && i.windows && (p.windows->channels % kChannels != 0 || !has_im2col(*p.windows))) return false;
   // Rows of x that TMA can load.
   if (i.wgmma && (p.k == 0 || p.k * bytes_of(p.in) % 16 != 0 || reinterpret_cast<uintptr_t>(p.x) % 16 != 0))
     return false;
@@ -74,7 +74,8 @@ struct Costs {
   double rate = 0.89;  // of the tensor cores' peak
 };
 
-// Fitted to times of kernels on seven weights of int4 and int8 in blocks of 128: those of wgmma to 1310 on an H200, of
+// Fitted to times of kernels on seven weights of int4 and int8 in blocks of 128 (what shorter blocks add to
+// h200/w4a16_blocks.csv, windows to h200/weight_only_conv_kernels.csv): those of wgmma to 1310 on an H200, of
 // direct kernels to 1580 on an H100 (benchmarks/block_scaled_mm/README.md), the others to an earlier H200 run.
 Costs costs_of(Instance const& i) {
   bool const int4 = i.bits == 4;

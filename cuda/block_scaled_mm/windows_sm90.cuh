@@ -21,7 +21,7 @@ struct WindowsOfX {
   __device__ void load(CUtensorMap const& boxes, uint64_t* full, uint8_t* to, int column, int m) const {
     int channel = column, tap[kSpatial], corner[kSpatial], image = window.corner_of(m, corner);
     columns.find(channel, window.dilation, tap);
-    if (column >= k) image = images, tap[1] = tap[2] = 0;
+    if (column >= k) image = images;
     int const byte = channel * kValueBytes;
     if constexpr (kShare > 1) {
       cute::SM90_TMA_LOAD_IM2COL_MULTICAST_4D::copy(&boxes, full, uint16_t((1 << kShare) - 1), to, byte, corner[2],

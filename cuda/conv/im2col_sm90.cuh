@@ -12,7 +12,7 @@ namespace jax_qmm::conv {
 inline bool suits_im2col(Conv const& p) {
   uintptr_t const addresses = reinterpret_cast<uintptr_t>(p.a) | reinterpret_cast<uintptr_t>(p.b);
   if (p.is_depthwise() || addresses % 16 != 0 || p.channels % 16 != 0) return false;
-  return suit_im2col(p);
+  return has_im2col(p);
 }
 
 constexpr CUtensorMapSwizzle swizzle_of(int bytes_of_row) {

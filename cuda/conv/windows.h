@@ -22,7 +22,7 @@ inline int end_of_pixels(Windows const& p, int axis) {
 }
 
 // Whether TMA's im2col mode has such windows, which have two spatial axes.
-inline bool suit_im2col(Windows const& p) {
+inline bool has_im2col(Windows const& p) {
   if (p.image[0] != 1 || p.taps[0] != 1 || p.pixels[0] != 1 || p.before[0] != 0) return false;
   for (int axis = 1; axis < kSpatial; ++axis) {
     for (int const corner : {-p.before[axis], end_of_pixels(p, axis)}) {

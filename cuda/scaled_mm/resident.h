@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 
 #include "core/gpu.h"
 #include "core/launch.h"
@@ -32,9 +33,10 @@ inline double cycles_of_turn(int64_t steps, int tile_k) {
 inline int rows_joined(int64_t m, int64_t n, int64_t k, int tile_k) {
   int best = 0;
   double least = 0;
-  for (int rows : {1, 2, 4, 8}) {
+  for (int rows : {1, 2, 4}) {
     int64_t const steps = ceil_div(rows * k, tile_k);
-    if (m % rows != 0 || n % 16 != 0 || rows * k % 16 != 0 || stages(steps, tile_k) < kLeastStages) continue;
+    bool const fits = stages(steps, tile_k) >= kLeastStages && rows * n <= INT32_MAX;
+    if (!fits || m % rows != 0 || n % 16 != 0 || rows * k % 16 != 0) continue;
     double const cycles = double(ceil_div(rows * n, kTileN)) * cycles_of_turn(steps, tile_k) / rows;
     if (best == 0 || cycles < least) best = rows, least = cycles;
   }

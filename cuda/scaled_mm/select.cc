@@ -100,8 +100,9 @@ std::optional<std::pair<int, ScaledMmChoice>> find_tuned(ScaledMm const& p, Gpu 
   auto const next = by_m->second.lower_bound(p.m);
   if (next == by_m->second.end() || 3LL * next->first >= 4LL * p.m) return std::nullopt;
   int const instance = next->second.instance;
-  if (instance >= 0 && !may_choose(gpu, instance, alignment(p))) return std::nullopt;
-  if (workspace_of(p, next->second) > p.workspace_bytes) return std::nullopt;
+  // Of another M it may be a kernel that does not serve this one.
+  auto const suits_it = [&](int i) { return may_choose(gpu, i, alignment(p)) && serves(instances()[i], p); };
+  if (instance >= 0 && !suits_it(instance)) return std::nullopt;
   return *next;
 }
 

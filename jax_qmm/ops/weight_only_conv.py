@@ -1,8 +1,9 @@
 """Convolutions of a float lhs with weights of 4 or 8 bits, whose scales may belong to blocks of channels and to taps.
 
 A window of one value is a product, which `block_scaled_mm` computes. Of all others, kernels compute those of few
-pixels, for which reading the weights takes most of the time, and on Hopper those of many, with channels in multiples of
-64; else the weights are dequantized to the dtype of lhs at each call, and XLA convolves in it. A cost model decides.
+pixels, for which reading the weights takes most of the time, and on Hopper those of many, with results of 16 bits,
+channels in multiples of 64 and outputs in multiples of 8. Else the weights are dequantized to the dtype of lhs at each
+call, and XLA convolves in it. A cost model decides.
 
 Weights that lie otherwise in memory than as outputs, taps and channels, and windows that the kernel has not, are XLA's
 always. The jaxpr has a jit of the name `DEQUANTIZED_CONV` there, so that `explain` can tell.
@@ -296,7 +297,7 @@ def _problem(operands, *, names, window, taps, qtype, block, out_dtype, **params
         return None
     block = _columns_of_a_scale(lhs, w, scale, taps, block)
     sizes = math.prod(pixels), n, math.prod(taps) * lhs.shape[-1], 1
-    of_axes = (in_three(sizes) for sizes in (lhs.shape[1:-1], taps, pixels[1:]))
+    of_axes = (in_three(each) for each in (lhs.shape[1:-1], taps, pixels[1:]))
     windows = lhs.shape[0], lhs.shape[-1], *of_axes, *window.moves()
     return *sizes, str(lhs.dtype), str(out_dtype), *weight_kind(names, operands, qtype, block), windows
 

@@ -497,7 +497,10 @@ MUTANTS = [
     Mutant("blocks by wgmma: parts are sent to stages in use", WGMMA_OF_BLOCKS, "    sync_cluster();"),
     Mutant("blocks by wgmma: parts are added before they come", WGMMA_OF_BLOCKS, "    Full::wait(&shared.added, 0);\n"),
     Mutant(
-        "blocks by wgmma: the last part misses a slot", WGMMA_OF_BLOCKS, "(part + 1) / parts;", "/ parts * (part + 1);"
+        "blocks by wgmma: the last part misses a slot",
+        WGMMA_OF_BLOCKS,
+        "all_slots * (part + 1) / parts",
+        "all_slots / parts * (part + 1)",
     ),
     Mutant(
         "blocks by wgmma: a block of 64 in the wrong half",
@@ -690,7 +693,7 @@ MUTANTS = [
     Mutant(
         "weights of windows: taps beyond the last",
         WINDOWS_OF_WEIGHTS,
-        "if (column >= k) image = images, tap[1] = tap[2] = 0;\n",
+        "    if (column >= k) image = images;\n",
     ),
     Mutant(
         "weights of windows: no dilation",
