@@ -106,17 +106,23 @@ void bind_gpu(nb::module_& m) {
       "Makes known what GPUs of this name and SM count are like.");
 }
 
+template <class Problem>
+Problem sized(int m, int n, int k, int batch, std::string const& out) {
+  Problem problem{};
+  problem.m = m;
+  problem.n = n;
+  problem.k = k;
+  problem.batch = batch;
+  problem.out_dtype = dtype(out);
+  return problem;
+}
+
 void bind_scaled_mm(nb::module_& m) {
   nb::class_<ScaledMm>(m, "ScaledMmProblem", "A product, and the kernels (index, swizzle) that can compute it.")
       .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum,
                        bool full_epilogue) {
-             ScaledMm problem{};  // at aligned addresses
-             problem.m = m;
-             problem.n = n;
-             problem.k = k;
-             problem.batch = batch;
+             auto problem = sized<ScaledMm>(m, n, k, batch, out);  // at aligned addresses
              problem.in = dtype(in);
-             problem.out_dtype = dtype(out);
              problem.fast_accum = fast_accum;
              problem.workspace_bytes = kMostWorkspace;  // as one that is lowered here gets what it needs
              if (full_epilogue) {
@@ -196,14 +202,9 @@ void bind_block_scaled_mm(nb::module_& m) {
           nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int bits,
                       int block, std::optional<std::string> const& zero_point,
                       std::optional<WindowsOf> const& windows) {
-            BlockScaledMm problem{};
+            auto problem = sized<BlockScaledMm>(m, n, k, batch, out);
             if (windows) problem.windows = windows_of(*windows);
-            problem.m = m;
-            problem.n = n;
-            problem.k = k;
-            problem.batch = batch;
             problem.in = dtype(in);
-            problem.out_dtype = dtype(out);
             problem.bits = bits;
             problem.block = block;
             problem.workspace_bytes = kMostWorkspace;
@@ -254,15 +255,10 @@ void bind_block_quantized_mm(nb::module_& m) {
       .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int block,
                        std::string const& zero_points, bool shared_b, std::optional<std::string> const& a,
                        bool symmetric) {
-             BlockQuantizedMm problem{};
-             problem.m = m;
-             problem.n = n;
-             problem.k = k;
-             problem.batch = batch;
+             auto problem = sized<BlockQuantizedMm>(m, n, k, batch, out);
              problem.in = dtype(in);
              problem.a_dtype = a ? dtype(*a) : problem.in;
              problem.symmetric = symmetric;
-             problem.out_dtype = dtype(out);
              problem.block = block;
              static float const somewhere = 0;  // any address: nobody reads there
              for (char const side : zero_points) {
@@ -304,13 +300,8 @@ void bind_block_quantized_mm(nb::module_& m) {
 void bind_expanded_mm(nb::module_& m) {
   nb::class_<ExpandedMm>(m, "ExpandedMmProblem", "A product of int8 and int4, and the kernel that can compute it.")
       .def(nb::new_([](int m, int n, int k, int batch, std::string const& out) {
-             ExpandedMm problem{};
-             problem.m = m;
-             problem.n = n;
-             problem.k = k;
-             problem.batch = batch;
+             auto problem = sized<ExpandedMm>(m, n, k, batch, out);
              problem.in = DType::kS8;
-             problem.out_dtype = dtype(out);
              return problem;
            }),
            nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("out_dtype"))

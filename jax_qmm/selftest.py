@@ -17,7 +17,7 @@ from tqdm import tqdm
 import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.ops import block_quantized_mm, conv
-from jax_qmm.ops.conv_form import Window, in_three
+from jax_qmm.ops.conv_form import Window
 from jax_qmm.ops.expanded_mm import expanded_mm
 from jax_qmm.reference import (
     activation as activations,
@@ -376,9 +376,8 @@ def check_weight_only_conv(
     window: Any = (STRIDES, PADDING, None, DILATION, ("NHWC", "OHWI", "NHWC"))
     run = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, *window, out_dtype=out_dtype))
     kind = dtype, out_dtype.name, bits, block, "int8" if zero_dtype == "int32" else zero_dtype
-    move = Window(STRIDES, PADDING, (1, 1), DILATION, 1)
-    sizes = (in_three(of) for of in (images[1:3], TAPS, want.shape[1:3]))
-    windows = images[0], channels, *sizes, *move.moves()
+    axes = Window(STRIDES, PADDING, (1, 1), DILATION, 1).in_kernels(images[1:3], TAPS, want.shape[1:3])
+    windows = images[0], channels, *axes
     choices = kernels.BlockScaledMmProblem(want[..., 0].size, outputs, k, 1, *kind, windows).choices(gpu)
     for words, out in _by_each(*_of_weights(kernels, choices), lambda: run(x, w)):
         rounds = zero_dtype == "float32" or "weights scaled" in words
@@ -441,7 +440,7 @@ def check_conv(
         "scale_rhs": jnp.asarray(rng.uniform(0.5, 2, out).astype("f")),
     }
     window = Window(strides, padding, (1, 1), dilation, groups)
-    sizes = [in_three(of) for of in (CONV_IMAGE, taps, window.out_shape(CONV_IMAGE, taps))]
+    pixels = window.out_shape(CONV_IMAGE, taps)
     for dtype, zero_points, residual in CONV_KINDS:
         if residual and groups == out:  # XLA adds those of depthwise convolutions
             continue
@@ -451,7 +450,7 @@ def check_conv(
         of_sides = {name: x for name, x in vectors.items() if zero_points or "scale" in name}
         given = {name: x for name, x in (of_sides | output).items() if dtype != "int32" or "zero" in name}
         if residual:
-            given["residual"] = int8(CONV_IMAGES, *sizes[2][1:], out)
+            given["residual"] = int8(CONV_IMAGES, *pixels, out)
             if residual == "int8":
                 given |= {"scale_residual": jnp.float32(900), "zero_point_residual": jnp.int32(OUT_ZERO_POINT)}
             else:
@@ -464,7 +463,8 @@ def check_conv(
             want = jax.jit(lambda lhs, rhs, given: conv_reference.conv(lhs, rhs, **given, **params))(*on_cpu)
         run = jax.jit(lambda lhs, rhs, given: conv.bind(lhs, rhs, given, **params))
         padded = conv.padded_channels(rhs.shape, window)
-        problem = (1, CONV_IMAGES, padded, out, groups, *sizes, *window.moves(), dtype, zero_points, residual or "")
+        axes = window.in_kernels(CONV_IMAGE, taps, pixels)
+        problem = (1, CONV_IMAGES, padded, out, groups, *axes, dtype, zero_points, residual or "")
         choices = kernels.ConvProblem(*problem).choices(gpu)
         for words, got in _by_each(kernels.restrict_conv, choices, lambda: run(lhs, rhs, given)):
             wrong = int((_bits(got) != _bits(np.asarray(want))).sum())

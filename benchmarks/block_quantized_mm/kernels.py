@@ -54,11 +54,6 @@ def may_be_best(words: str, m: int) -> bool:
     return tile < max(4 * m, 17) and (tile >= m or tile >= 128 or ("sm90" in words and 4 * tile >= m))
 
 
-def timed(function, sets) -> float:
-    measure._call_each.clear_cache()  # the same function runs other kernels
-    return measure.jit_us(function, sets)
-
-
 def values(rows, k, dtype, seed):
     return jnp.asarray(np.resize(np.roll(measure._pattern(jnp.dtype(dtype)), 4099 * seed + 1), (rows, k)))
 
@@ -90,19 +85,18 @@ def measure_product(kind, m: int, n: int, k: int, kernels, gpu):
     )
     for words in problem.choices(gpu):
         if may_be_best(words, m):
-            kernels.restrict_block_quantized_mm(words)
-            yield words, timed(function, sets)
-            kernels.restrict_block_quantized_mm("")
+            us = lambda: measure.jit_us(function, sets)
+            yield words, measure.by_kernel(kernels.restrict_block_quantized_mm, words, us)
     if block == 128 and not zero_points and (shared == 128 or dtype == jnp.int8):
         ones = jnp.ones(m), jnp.ones(n)
         rows = [(x.qvalue, w.qvalue, *ones) for x, w in operands]
-        yield "scaled_mm", timed(jax_qmm.scaled_mm, chained(rows))
+        yield "scaled_mm", measure.jit_us(jax_qmm.scaled_mm, chained(rows))
     if kind == KINDS[0]:
         floats = [
             (values(m, k, jnp.bfloat16, i), values(n, k, jnp.bfloat16, i + count), None, None)
             for i in range(measure.count_sets(2 * size, 8))
         ]
-        yield "XLA bfloat16", timed(measure.xla_bf16, chained(floats))
+        yield "XLA bfloat16", measure.jit_us(measure.xla_bf16, chained(floats))
 
 
 def measure_w4a8(m: int, n: int, k: int, kernels, gpu):
@@ -122,15 +116,14 @@ def measure_w4a8(m: int, n: int, k: int, kernels, gpu):
 
     for words in kernels.ExpandedMmProblem(m, n, k, 1, "bfloat16").choices(gpu):
         if "multistage" not in words or m <= 128:
-            kernels.restrict_expanded_mm(words)
-            yield words, timed(product, chained(packed))
-            kernels.restrict_expanded_mm("")
+            us = lambda: measure.jit_us(product, chained(packed))
+            yield words, measure.by_kernel(kernels.restrict_expanded_mm, words, us)
     for name, function, dtype in (
         ("scaled_mm", jax_qmm.scaled_mm, "int8"),
         ("XLA bfloat16", measure.xla_bf16, "bfloat16"),
     ):
         dense = measure.operands(Product(m, n, k, 1, dtype, "bfloat16", False), dtype)
-        yield name, timed(function, chained(dense))
+        yield name, measure.jit_us(function, chained(dense))
 
 
 def main() -> None:

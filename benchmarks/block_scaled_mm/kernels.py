@@ -34,11 +34,6 @@ def may_be_best(words: str, m: int) -> bool:
     return scaled_each >= 64 and tile <= max(2 * m, 16) and (tile >= m or tile >= 64)
 
 
-def timed(function, sets) -> float:
-    measure._call_each.clear_cache()  # the same function runs other kernels
-    return measure.jit_us(function, sets)
-
-
 def product(x, w):
     """Of x of any dtype that kernels take."""
     of_weights = {"qtype": w.qtype, "packed": True, "block": BLOCK}
@@ -59,12 +54,11 @@ def measure_product(name: str, m: int, n: int, k: int, kernels, gpu):
     for each in (dtype, "float16") if dtype == "float8_e4m3fn" else (dtype,):  # as which it may run
         for words, _ in kernels.BlockScaledMmProblem(m, n, k, 1, each, "bfloat16", bits, BLOCK, None).choices(gpu):
             if may_be_best(words, m):
-                kernels.restrict_block_scaled_mm(words)
-                yield words, timed(product, sets)
-                kernels.restrict_block_scaled_mm("")
+                us = lambda: measure.jit_us(product, sets)
+                yield words, measure.by_kernel(kernels.restrict_block_scaled_mm, words, us)
     dense = lambda i: jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16)
     floats = [(x(i).astype(jnp.bfloat16), dense(i)) for i in range(measure.count_sets(2 * n * k, 8))]
-    yield "XLA bfloat16", timed(schemes.xla_bf16, chained(floats))
+    yield "XLA bfloat16", measure.jit_us(schemes.xla_bf16, chained(floats))
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ whose operands together exceed the L2 cache.
 
 import argparse
 import csv
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -23,36 +22,25 @@ from jax_qmm.ops.conv_form import Window
 
 
 def window_of(layer: convs.Layer):
-    """How the window of a layer moves, and sizes of its image, its window and its result."""
-    sizes = ((1, size, size) for size in (layer.size, layer.window, layer.out_size))
+    """The window of a layer, and with it what `in_kernels` gives."""
     padding = ((layer.window // 2,) * 2,) * 2
-    return Window((layer.stride,) * 2, padding, (1, 1), (1, 1), layer.groups), sizes
+    window = Window((layer.stride,) * 2, padding, (1, 1), (1, 1), layer.groups)
+    return window, window.in_kernels(*((size, size) for size in (layer.size, layer.window, layer.out_size)))
 
 
 def problem_of(kernels, layer: convs.Layer, images: int):
     """What the extension knows of a layer: batch, images, channels and groups, sizes, moves, and the result."""
-    window, sizes = window_of(layer)
+    window, axes = window_of(layer)
     weights = layer.out, layer.window, layer.window, layer.channels // layer.groups
     channels = padded_channels(weights, window)
-    return kernels.ConvProblem(1, images, channels, layer.out, layer.groups, *sizes, *window.moves(), "int8", False)
+    return kernels.ConvProblem(1, images, channels, layer.out, layer.groups, *axes, "int8", False)
 
 
 def weight_only_problem_of(kernels, layer: convs.Layer, images: int):
     """Likewise of a layer with weights of 4 bits."""
-    window, sizes = window_of(layer)
+    _, axes = window_of(layer)
     kind = "bfloat16", "bfloat16", 4, convs.block_of(layer), None
-    windows = images, layer.channels, *sizes, *window.moves()
-    return kernels.BlockScaledMmProblem(*layer.shape(images), 1, *kind, windows)
-
-
-def restricted(restrict, words: str, us: Callable[[], float]) -> float:
-    """What `us` gives while there is but one kernel to choose."""
-    measure._call_each.clear_cache()  # the same function runs other kernels
-    restrict(words)
-    try:
-        return us()
-    finally:
-        restrict("")
+    return kernels.BlockScaledMmProblem(*layer.shape(images), 1, *kind, (images, layer.channels, *axes))
 
 
 def measure_layer(scheme: str, layer: convs.Layer, images: int, kernels, gpu):
@@ -62,10 +50,10 @@ def measure_layer(scheme: str, layer: convs.Layer, images: int, kernels, gpu):
     timed = convs.calls(scheme, layer, images, of_operations)
     if scheme == "conv":
         for words in problem_of(kernels, layer, images).choices(gpu):
-            yield words, restricted(kernels.restrict_conv, words, timed["ours"])
+            yield words, measure.by_kernel(kernels.restrict_conv, words, timed["ours"])
     else:
         for words, _ in weight_only_problem_of(kernels, layer, images).choices(gpu):
-            yield words, restricted(kernels.restrict_block_scaled_mm, words, timed["ours"])
+            yield words, measure.by_kernel(kernels.restrict_block_scaled_mm, words, timed["ours"])
         measure._call_each.clear_cache()
         with mock.patch.object(_extension, "dequantizes_once", return_value=True):
             yield "dequantized once, then XLA", timed["ours"]()

@@ -101,9 +101,8 @@ std::optional<std::pair<int, ScaledMmChoice>> find_tuned(ScaledMm const& p, Gpu 
   if (next == by_m->second.end() || 3LL * next->first >= 4LL * p.m) return std::nullopt;
   int const instance = next->second.instance;
   // Of another M it may be a kernel that does not serve this one.
-  auto const suits_it = [&](int i) { return may_choose(gpu, i, alignment(p)) && serves(instances()[i], p); };
-  if (instance >= 0 && !suits_it(instance)) return std::nullopt;
-  return *next;
+  if (instance < 0 || (may_choose(gpu, instance, alignment(p)) && serves(instances()[instance], p))) return *next;
+  return std::nullopt;
 }
 
 ScaledMmChoice select(ScaledMm const& p, Gpu const& gpu) {

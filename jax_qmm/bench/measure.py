@@ -112,6 +112,16 @@ def jit_call(function: Callable, make: Callable[[int], tuple], nbytes: int, us: 
     return lambda: jit_us(function, sets())
 
 
+def by_kernel(restrict: Callable[[str], None], words: str, us: Callable[[], float]) -> float:
+    """What `us` gives while one kernel is left to choose, by one of the extension's functions that restrict choices."""
+    _call_each.clear_cache()  # the same function runs others  # pyright: ignore[reportAttributeAccessIssue]
+    restrict(words)
+    try:
+        return us()
+    finally:
+        restrict("")
+
+
 def copy_bandwidth(nbytes: int = 128 << 20, count: int = 8) -> float:
     """Bytes a second, read and written, of `count` copies of `nbytes` each on the device."""
     sets = [(jnp.full((nbytes,), i, jnp.int8),) for i in range(count)]

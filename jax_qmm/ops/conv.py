@@ -219,7 +219,7 @@ def _choice(operands, results, *, names, num_batch, window, out_dtype, **params)
     channels, window = channels * together, _regrouped(window, together)
     padded = padded_channels((*rhs[:-1], channels), window)
     axes = slice(num_batch + 1, -1)
-    sizes = in_three(operands[0].shape[axes]), in_three(taps), in_three(shape[axes]), *window.moves()
+    sizes = window.in_kernels(operands[0].shape[axes], taps, shape[axes])
     images = math.prod(shape[:num_batch]), shape[num_batch]
     has_zero_points = "zero_point_lhs" in names or "zero_point_rhs" in names
     residual = str(operands[2 + names.index("residual")].dtype) if "residual" in names else ""

@@ -54,6 +54,10 @@ class Window(NamedTuple):
         before = [before for before, _ in self.padding]
         return in_three(self.strides), in_three(before, 0), in_three(self.rhs_dilation)
 
+    def in_kernels(self, image, taps, pixels):
+        """Sizes of the image, the window and the result, and `moves`, as kernels have them."""
+        return *map(in_three, (image, taps, pixels)), *self.moves()
+
     def is_product(self, taps):
         """Whether a window of so many taps along each axis takes one value alone, and all in turn."""
         ones = (*taps, *self.strides, *self.lhs_dilation, self.groups)

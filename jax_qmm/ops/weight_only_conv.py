@@ -297,8 +297,7 @@ def _problem(operands, *, names, window, taps, qtype, block, out_dtype, **params
         return None
     block = _columns_of_a_scale(lhs, w, scale, taps, block)
     sizes = math.prod(pixels), n, math.prod(taps) * lhs.shape[-1], 1
-    of_axes = (in_three(each) for each in (lhs.shape[1:-1], taps, pixels[1:]))
-    windows = lhs.shape[0], lhs.shape[-1], *of_axes, *window.moves()
+    windows = lhs.shape[0], lhs.shape[-1], *window.in_kernels(lhs.shape[1:-1], taps, pixels[1:])
     return *sizes, str(lhs.dtype), str(out_dtype), *weight_kind(names, operands, qtype, block), windows
 
 

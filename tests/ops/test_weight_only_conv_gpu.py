@@ -45,11 +45,10 @@ def has_kernels():
 
 
 @pytest.fixture(params=TILES)
-def tile(request, extension):
+def tile(request, all_kernels):
     """Has every convolution take a kernel for so many pixels at once."""
-    extension.restrict_block_scaled_mm(f"windows sm80 {request.param}x")
-    yield request.param
-    extension.restrict_block_scaled_mm("")
+    all_kernels.restrict_block_scaled_mm(f"windows sm80 {request.param}x")
+    return request.param
 
 
 def weights(c, bits, block, zero_point, seed=0):
@@ -110,13 +109,10 @@ def test_windows(tile, name, bits):
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("zero_point", ["none", "int32", "float"])
 @pytest.mark.parametrize("block", [32, 64, 128, 4096])
-def test_blocks_and_zero_points(extension, dtype, bits, zero_point, block):
-    extension.restrict_block_scaled_mm("windows")
+def test_blocks_and_zero_points(all_kernels, dtype, bits, zero_point, block):
+    all_kernels.restrict_block_scaled_mm("windows")
     c = case((5, 6), (3, 3), padding=SAME, channels=48, out=33)
-    try:
-        check(c, *weights(c, bits, block, zero_point), dtype, float_zero=zero_point == "float")
-    finally:
-        extension.restrict_block_scaled_mm("")
+    check(c, *weights(c, bits, block, zero_point), dtype, float_zero=zero_point == "float")
 
 
 WGMMA = ("64x128x128", "128x128x128", "256x128x128 cluster 2")
@@ -137,24 +133,21 @@ OF_TMA = {  # images that TMA loads, with parts of tiles, of several images, and
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("tile", WGMMA)
-def test_windows_by_wgmma(extension, tile, dtype, bits, name):
+def test_windows_by_wgmma(all_kernels, tile, dtype, bits, name):
     """With blocks of 64 where weights are scaled, else of 128."""
     if dtype == F16 and tile != WGMMA[0]:
         pytest.skip("weights are not scaled in float16")
     c, block = OF_TMA[name], 128 if tile == WGMMA[0] else 64
     bias = jnp.linspace(-1, 1, c.rhs_shape()[0])
     for words in (f"windows sm90 wgmma {tile} persistent", f"windows sm90 wgmma {tile} stream-K"):
-        extension.restrict_block_scaled_mm(words)
-        try:
-            options = dict(bias=bias, words=words, out_dtype=dtype, rounds_weights=tile != WGMMA[0])
-            check(c, *weights(c, bits, block, "int32"), dtype, **options)
-        finally:
-            extension.restrict_block_scaled_mm("")
+        all_kernels.restrict_block_scaled_mm(words)
+        options = dict(bias=bias, words=words, out_dtype=dtype, rounds_weights=tile != WGMMA[0])
+        check(c, *weights(c, bits, block, "int32"), dtype, **options)
 
 
 @pytest.mark.usefixtures("has_wgmma")
 @pytest.mark.parametrize("tile", WGMMA)
-def test_each_pixel_of_each_tap_is_multiplied(extension, tile):
+def test_each_pixel_of_each_tap_is_multiplied(all_kernels, tile):
     """Exactly: of weights that have one value, in every tap and in channels of both halves of a step."""
     c = case((13, 5), (3, 3), padding=SAME, channels=64, out=9 * 8, images=2)
     q = np.zeros((9, 8, 9, 64), int)
@@ -163,21 +156,15 @@ def test_each_pixel_of_each_tap_is_multiplied(extension, tile):
             q[tap, i, tap, channel] = 1
     w = QArray(jnp.asarray(q.reshape(72, -1), jnp.int4), jnp.ones((72, 1), F32)).pack().reshape(c.rhs_shape())
     x = np.random.default_rng(1).standard_normal(c.lhs_shape()).astype(BF16)
-    extension.restrict_block_scaled_mm(f"windows sm90 wgmma {tile}")
-    try:
-        got = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, **c.keywords(), out_dtype=BF16))(x, w)
-    finally:
-        extension.restrict_block_scaled_mm("")
+    all_kernels.restrict_block_scaled_mm(f"windows sm90 wgmma {tile}")
+    got = jax.jit(lambda x, w: jax_qmm.conv_general_dilated(x, w, **c.keywords(), out_dtype=BF16))(x, w)
     np.testing.assert_array_equal(np.float64(got), conv_oracle.sums(c, np.float64(x), q.reshape(c.rhs_shape())))
 
 
-def test_split_k(extension):
+def test_split_k(all_kernels):
     c = case((5, 6), (3, 3), padding=SAME, channels=256, out=33)
-    extension.restrict_block_scaled_mm("windows sm80 16x64x512 split-K 4")
-    try:
-        check(c, *weights(c, 4, 64, "int32"), BF16, bias=jnp.linspace(-1, 1, 33))
-    finally:
-        extension.restrict_block_scaled_mm("")
+    all_kernels.restrict_block_scaled_mm("windows sm80 16x64x512 split-K 4")
+    check(c, *weights(c, 4, 64, "int32"), BF16, bias=jnp.linspace(-1, 1, 33))
 
 
 STORED = {  # as schemes and users store weights, of (3, 3, 128, 10)
@@ -195,21 +182,18 @@ STORED = {  # as schemes and users store weights, of (3, 3, 128, 10)
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_weights_as_they_are_stored(extension, kind):
+def test_weights_as_they_are_stored(all_kernels, kind):
     c = case((5, 6), (3, 3), padding=SAME, channels=128, out=10)
     w = STORED[kind](jnp.asarray(2 * np.random.default_rng(3).standard_normal((3, 3, 128, 10)), F32))
     dense = np.asarray(w.dequantize(), np.float64)
-    extension.restrict_block_scaled_mm("windows")
-    try:
-        numbers = dict(dimension_numbers=("NXYC", "XYIO", "NXYC"))
-        x = np.random.default_rng(1).standard_normal(c.lhs_shape()).astype(BF16)
-        options = c.keywords() | numbers | dict(scheme=None if w.qtype == jnp.int4 else W8A16())
-        f = lambda x, w: jax_qmm.conv_general_dilated(x, w, **options, out_dtype=F32)
-        row = jax_qmm.explain(f, x, w).rows[-1]
-        assert "windows" in row.runs_on and ("packed at each call" in row.runs_on) == ("shared" in kind), row.runs_on
-        got = np.float64(jax.jit(f)(x, w))
-    finally:
-        extension.restrict_block_scaled_mm("")
+    all_kernels.restrict_block_scaled_mm("windows")
+    numbers = dict(dimension_numbers=("NXYC", "XYIO", "NXYC"))
+    x = np.random.default_rng(1).standard_normal(c.lhs_shape()).astype(BF16)
+    options = c.keywords() | numbers | dict(scheme=None if w.qtype == jnp.int4 else W8A16())
+    f = lambda x, w: jax_qmm.conv_general_dilated(x, w, **options, out_dtype=F32)
+    row = jax_qmm.explain(f, x, w).rows[-1]
+    assert "windows" in row.runs_on and ("packed at each call" in row.runs_on) == ("shared" in kind), row.runs_on
+    got = np.float64(jax.jit(f)(x, w))
     dense = dense.transpose(3, 0, 1, 2)
     total = conv_oracle.sums(c, np.abs(np.float64(x)), np.abs(dense))
     # One rounding more: dequantize() gives float32.
@@ -217,7 +201,7 @@ def test_weights_as_they_are_stored(extension, kind):
 
 
 @pytest.mark.parametrize("where", ["jit", "vmap", "grad"])
-def test_transforms(extension, on_reference, where):
+def test_transforms(all_kernels, on_reference, where):
     c = case((5, 4), (3, 3), padding=SAME, channels=32, out=12)
     w, dense, _ = weights(c, 4, 32, "none")
     x = jnp.asarray(np.random.default_rng(1).standard_normal((3, *c.lhs_shape())), BF16)
@@ -227,11 +211,8 @@ def test_transforms(extension, on_reference, where):
         run = lambda x: g(x[0])
     else:
         run = jax.vmap(f) if where == "vmap" else lambda x: f(x[0])
-    extension.restrict_block_scaled_mm("windows")
-    try:
-        got = np.float64(jax.jit(run)(x))
-    finally:
-        extension.restrict_block_scaled_mm("")
+    all_kernels.restrict_block_scaled_mm("windows")
+    got = np.float64(jax.jit(run)(x))
     want = np.float64(on_reference(run, x))
     assert got.shape == want.shape
     # The reference's weights are those of bfloat16; so are gradients.
