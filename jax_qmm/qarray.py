@@ -39,15 +39,15 @@ class QArray:
 
     Args:
       qvalue: int8, int4 or float8_e4m3fn array of any shape; with `qtype` any integers.
-      scale: float32, bfloat16 or float16 array of the rank of `qvalue`.
-      zero_point: array of the shape of `scale`, or None: int32, or for weights of products with float activations
-        float32, bfloat16 or float16 (see `from_offset`). int8 and int4 only.
+      scale: float32, bfloat16 or float16 array of the rank of `qvalue`; with `scale_step` int8, multiples of it.
+      zero_point: array of the shape of `scale`, or None: int32 (with `scale_step` int8), or for weights of products
+        with float activations float32, bfloat16 or float16 (see `from_offset`). int8 and int4 only.
       azp_adj: int32 sums of `qvalue` over some axes, with those axes kept as 1, or over blocks, in the shape of
         `scale`, or None: by which a zero point of the other operand shifts a product. `quantize(x, sums=True)` and
         `with_azp_adj` make them.
-      scale_step: float array of the shape of `scale` with 1 on the axes that a product contracts, or None: a step of
-        which the scales are small integer multiples, so that the values less their zero points times these multiples
-        are int8. `W4A8` makes it.
+      scale_step: for int4, float array of the shape of `scale` with 1 on the axes that a product contracts, or None:
+        the second level of scales, `x ~ (qvalue - zero_point) * scale * scale_step`. The values less their zero points
+        times the multiples in `scale` are int8. `W4A8` makes it.
       qtype: int8 or int4, to which the integers of `qvalue` are cast; None takes them as they are.
       tile_size: the length of a block on the last axis, needed where the blocks there are not equal.
 
@@ -58,7 +58,7 @@ class QArray:
 
     Attributes:
       shape, ndim, size: those of the logical array.
-      dtype: the dtype of `scale`, which is what `dequantize()` returns.
+      dtype: the dtype of `scale`, or of `scale_step` where there is one, which is what `dequantize()` returns.
       qtype: the dtype of the values, int8, int4 or float8_e4m3fn.
       tile_size: how many values of the last axis in memory share a scale; the last block may be shorter.
       stored_shape: the shape of the values in the order of their axes in memory.
@@ -157,7 +157,17 @@ class QArray:
         """
         if self.zero_point is None:
             return None
-        return -self.scale.astype(jnp.float32) * self.zero_point.astype(jnp.float32)
+        return -self.float_scale().astype(jnp.float32) * self.zero_point.astype(jnp.float32)
+
+    def float_scale(self) -> jax.Array:
+        """The scale of each block: `scale`, in float32 times `scale_step` where there is one, in the QArray's dtype.
+
+        >>> QArray(jnp.int4([[1, 2]]), jnp.int8([[3, 4]]), scale_step=jnp.float32([[0.5]])).float_scale().tolist()
+        [[1.5, 2.0]]
+        """
+        if self.scale_step is None:
+            return self.scale
+        return (self.scale.astype(jnp.float32) * self.scale_step.astype(jnp.float32)).astype(self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -202,7 +212,7 @@ class QArray:
 
     @property
     def dtype(self) -> np.dtype:
-        return jnp.dtype(self.scale.dtype)
+        return jnp.dtype((self.scale if self.scale_step is None else self.scale_step).dtype)
 
     @property
     def qtype(self) -> np.dtype:
@@ -280,6 +290,8 @@ class QArray:
         if jnp.dtype(dtype) not in SCALE_DTYPES:
             needs = ", ".join(map(str, SCALE_DTYPES))
             raise TypeError(f"dtype is {jnp.dtype(dtype)}, needs {needs}: the dtype of a QArray is that of its scale")
+        if self.scale_step is not None:
+            return self._replace(scale_step=self.scale_step.astype(dtype))
         return self._replace(scale=self.scale.astype(dtype))
 
     def __matmul__(self, other):
@@ -373,11 +385,11 @@ class QArray:
         )
 
     def unpack(self) -> Self:
-        """The same array with its values in their plain order, and int32 zero points if they are integers."""
+        """The same array with its values in their plain order, and the zero points of a plain QArray."""
         if not self.is_packed:
             return self
         zero_point = self.zero_point
-        if zero_point is not None and zero_point.dtype == INT8:
+        if zero_point is not None and zero_point.dtype == INT8 and self.scale_step is None:
             zero_point = zero_point.astype(INT32)
         qvalue = packing.unpack(self.qvalue, self.qtype, self.values_shape[-1])
         return self._replace(qvalue=qvalue, zero_point=zero_point, _packed=None)
@@ -386,13 +398,13 @@ class QArray:
         """`(qvalue - zero_point) * scale` in the logical order, computed in float32.
 
         Args:
-          dtype: of the result; the dtype of `scale` by default.
+          dtype: of the result; the QArray's by default.
 
         >>> QArray(jnp.int8([2, 4]), jnp.float32([0.5])).dequantize(jnp.bfloat16).tolist()
         [1.0, 2.0]
         """
         q = self.unpack()
-        along = (None if leaf is None else q.along_values(leaf) for leaf in (q.scale, q.zero_point))
+        along = (None if leaf is None else q.along_values(leaf) for leaf in (q.float_scale(), q.zero_point))
         out = reference.dequantize(q.qvalue, *along, dtype)
         out = out.reshape(self.stored_shape) if self.merged_axes else out
         return jnp.transpose(out, self.storage_axes()) if self._permutation else out

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_qmm.dtypes import INT4, INT32, QTYPES, SCALE_DTYPES, WEIGHT_QTYPES
+from jax_qmm.dtypes import INT4, INT8, INT32, QTYPES, SCALE_DTYPES, WEIGHT_QTYPES
 
 LEAVES = {
     "qvalue": (*QTYPES, INT4),
@@ -22,6 +22,8 @@ def check(q, tile_size):
     """Raises an error unless the leaves of a plain QArray fit each other and `tile_size`."""
     for name, dtypes in LEAVES.items():
         leaf: Any = getattr(q, name)
+        if name in ("scale", "zero_point") and q.scale_step is not None:
+            dtypes = (INT8,)
         needs = ", ".join(map(str, dtypes))
         if leaf is None and name in ("zero_point", "azp_adj", "scale_step"):
             continue
@@ -44,7 +46,7 @@ def check(q, tile_size):
             raise TypeError(f"zero_point was given with qvalue of dtype {q.qvalue.dtype}, needs int8 or int4")
         if q.zero_point.shape != scale_shape:
             raise ValueError(f"zero_point has shape {q.zero_point.shape}, needs that of scale {scale_shape}")
-        if q.zero_point.dtype == INT32:
+        if q.zero_point.dtype in (INT8, INT32):
             cast("zero_point", q.zero_point, q.qvalue.dtype)
     sums = () if q.azp_adj is None else q.azp_adj.shape
     of_axes = len(sums) == len(shape) and all(n in (1, size) for n, size in zip(sums, shape))
@@ -53,7 +55,11 @@ def check(q, tile_size):
             f"azp_adj has shape {sums}, needs that of qvalue {shape} with 1 on summed axes, or that of scale, "
             f"{scale_shape}"
         )
-    steps = scale_shape if q.scale_step is None else q.scale_step.shape
+    if q.scale_step is None:
+        return
+    if q.qvalue.dtype != INT4:
+        raise TypeError(f"scale_step was given with qvalue of dtype {q.qvalue.dtype}, needs int4")
+    steps = q.scale_step.shape
     if len(steps) != len(scale_shape) or not all(step in (1, count) for step, count in zip(steps, scale_shape)):
         raise ValueError(
             f"scale_step has shape {steps}, needs that of scale {scale_shape} with 1 for what shares a step"

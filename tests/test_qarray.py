@@ -304,14 +304,29 @@ def test_sums_are_of_the_stored_values():
             r"azp_adj has shape \(3, 1\), needs that of qvalue \(2, 3\)",
         ),
         (
-            (np.zeros((2, 6), np.int8), np.ones((2, 3), np.float32), None, None, np.ones((2, 2), np.float32)),
+            (np.zeros((2, 6), jnp.int4), np.ones((2, 3), np.int8), None, None, np.ones((2, 2), np.float32)),
             ValueError,
             r"scale_step has shape \(2, 2\), needs that of scale \(2, 3\) with 1 for what shares a step",
         ),
         (
-            (np.zeros((2, 6), np.int8), np.ones((2, 3), np.float32), None, None, np.ones((2, 1), np.int32)),
+            (np.zeros((2, 6), jnp.int4), np.ones((2, 3), np.int8), None, None, np.ones((2, 1), np.int32)),
             TypeError,
             "scale_step has dtype int32, needs float32, bfloat16, float16",
+        ),
+        (
+            (np.zeros((2, 6), jnp.int4), np.ones((2, 3), np.float32), None, None, np.ones((2, 1), np.float32)),
+            TypeError,
+            "scale has dtype float32, needs int8",
+        ),
+        (
+            (np.zeros((2, 6), jnp.int4), *np.ones((2, 2, 3), np.int32), None, np.ones((2, 1), np.float32)),
+            TypeError,
+            "scale has dtype int32, needs int8",
+        ),
+        (
+            (np.zeros((2, 6), np.int8), np.ones((2, 3), np.int8), None, None, np.ones((2, 1), np.float32)),
+            TypeError,
+            "scale_step was given with qvalue of dtype int8, needs int4",
         ),
     ],
 )

@@ -255,11 +255,9 @@ def test_weights_of_w4a8_are_int8_once_multiplied(tile, symmetric, clip):
     kernel[:, :, 1] = abs(kernel[:, :, 1])  # zero points at the end of their range
     q = jax_qmm.W4A8(tile, symmetric, clip).quantize_weight(jnp.asarray(kernel), (1,))
     assert (q.shape, q.qtype, q.is_packed, q.scale_step.shape) == (kernel.shape, jnp.int4, False, (2, 6, 1))
-    multiples = np.asarray(q.scale, np.float64) / np.asarray(q.scale_step, np.float64)
-    np.testing.assert_allclose(multiples, np.rint(multiples), rtol=2.0**-22)
-    assert multiples.min() >= 1
+    assert q.scale.dtype == jnp.int8 and q.scale.min() >= 1
     zero_points = 0 if symmetric else np.asarray(q.along_values(q.zero_point))
-    products = (np.asarray(q.qvalue).astype(int) - zero_points) * np.rint(q.along_values(multiples))
+    products = (np.asarray(q.qvalue).astype(int) - zero_points) * np.asarray(q.along_values(q.scale))
     assert 90 < abs(products).max() <= 127
     assert (np.asarray(q.dequantize())[:, :, 0] == 0).all()
     plain = jax_qmm.W4A16(tile, symmetric, clip).quantize_weight(jnp.asarray(kernel), (1,))
@@ -275,7 +273,7 @@ def test_w4a8_compares_by_value_and_quantizes_activations_per_token():
     np.testing.assert_array_equal(scheme.quantize_activation(x, 1).qvalue, jax_qmm.quantize(x).qvalue)
     assert not scheme.takes_calibration and scheme.with_static(None) == scheme
     assert (
-        "too small to gain" in scheme.why_not(jnp.ones((2, 64)), (0,))
+        "too small to gain" in scheme.why_not(jnp.ones((1, 64)), (0,))
         and scheme.why_not(jnp.ones((64, 2)), (0,)) is None
     )
 

@@ -156,7 +156,9 @@ def _kernel(*operands, names, num_batch, block, shared_b, symmetric, activation,
     vectors = {name: vector.astype(jnp.float32) for name, vector in vectors.items()}  # integers are below 2^24
     vectors |= {} if bias is None else {"bias": bias}
     if _shares(n, shared_b):
-        vectors["scale_b"] = vectors["scale_b"][..., ::_SHARED, :]
+        *outer, _, groups = vectors["scale_b"].shape
+        # Of what `in_blocks` spread, XLA leaves nothing to do; of a slice with a stride it makes a kernel at each call.
+        vectors["scale_b"] = vectors["scale_b"].reshape(*outer, n // _SHARED, _SHARED, groups)[..., 0, :]
     names = tuple(vectors)
     if k % _ALIGNED:
         a, b = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _padded(k) - k)]) for x in (a, b))

@@ -136,7 +136,7 @@ def _leaves(w):
         return leaf if leaf is None or axis == 0 else leaf.T
 
     values = w.qvalue if axis == 0 else w.qvalue.T
-    return values, of_rows(w.scale), of_rows(w.zero_point), w.tile_along(1 - axis)
+    return values, of_rows(w.float_scale()), of_rows(w.zero_point), w.tile_along(1 - axis)
 
 
 def weight_product(x, w, vectors, *, num_batch=0, **params):

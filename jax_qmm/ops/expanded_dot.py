@@ -80,7 +80,7 @@ def _dot_by_kernel(product, lhs, rhs, bias, static):
     (x, x_own), (w, w_own) = sides[::-1] if form.flipped else sides
     num_batch, count = len(form.batch), len(form.contracted)
     w: Any = in_order(form, w, w_own, form.columns)
-    of_w = in_blocks(w._replace(scale=_multiples(w)), count)
+    of_w = in_blocks(w, count)
     step = in_blocks(w._replace(scale=w.scale_step, zero_point=None), count).scale
     of_w, step = folded(form, of_w), folded(form, of_w._replace(scale=step))
     x = in_order(form, x, x_own, form.rows)
@@ -88,7 +88,7 @@ def _dot_by_kernel(product, lhs, rhs, bias, static):
     x = product.scheme.with_static(*static).quantize_activation(x, 1)
     column_bias, late_bias = split_bias(product, form, bias)
     out = expanded_mm(
-        *(x.qvalue, of_w.values, of_w.scale, None if of_w.zero_point is None else of_w.zero_point.astype(INT8)),
+        *(x.qvalue, of_w.values, of_w.scale, of_w.zero_point),
         num_batch=num_batch,
         block=of_w.block,
         scale_a=x.scale[..., 0],
@@ -110,9 +110,9 @@ def _expanded(product, lhs, rhs):
 
 @functools.partial(jax.jit, static_argnums=1)
 def jax_qmm_expanded(q, dtype):
-    """The same array as int8 values with its `scale_step` as scale, up to rounding, or as float8 values, exactly.
+    """The same array as int8 values with its `scale_step` as scale, or as float8 values.
 
-    >>> q = QArray(jnp.int4([[1, -7, 2, 3]]), jnp.float32([[1.5, 5]]), scale_step=jnp.float32([[0.5]]))
+    >>> q = QArray(jnp.int4([[1, -7, 2, 3]]), jnp.int8([[3, 10]]), scale_step=jnp.float32([[0.5]]))
     >>> jax_qmm_expanded(q, INT8).qvalue.tolist(), jax_qmm_expanded(q, FLOAT8).qvalue.tolist()
     ([[3, -21, 20, 30]], [[1.0, -7.0, 2.0, 3.0]])
     """
@@ -120,11 +120,6 @@ def jax_qmm_expanded(q, dtype):
     if q.zero_point is not None:
         values = values - q.along_values(q.zero_point.astype(INT8))
     if dtype == FLOAT8:  # which has all integers up to 16, and these are up to 15
-        return q._replace(qvalue=values.astype(FLOAT8), zero_point=None, scale_step=None)
-    qvalue = values * q.along_values(_multiples(q))
+        return q._replace(qvalue=values.astype(FLOAT8), scale=q.float_scale(), zero_point=None, scale_step=None)
+    qvalue = values * q.along_values(q.scale)
     return q._replace(qvalue=qvalue, scale=q.scale_step, zero_point=None, scale_step=None, _tile_size=None)
-
-
-def _multiples(q):
-    """What the values of each block are multiplied by."""
-    return jnp.rint(q.scale.astype(jnp.float32) / q.scale_step.astype(jnp.float32)).astype(INT8)

@@ -112,7 +112,7 @@ def _in_order(form, rhs):
         return None  # a block ends within a tap
     elif any(count not in (1, size) for count, size in zip(counts[1:-1], sizes[1:-1])):
         return None
-    vectors = {"scale": rhs.scale} | ({} if rhs.zero_point is None else {"zero_point": rhs.zero_point})
+    vectors = {"scale": rhs.float_scale()} | ({} if rhs.zero_point is None else {"zero_point": rhs.zero_point})
     vectors = {name: apart(transposed(x, stored)) for name, x in vectors.items()}
     return apart(transposed(rhs.qvalue, stored)), vectors, block
 

@@ -84,7 +84,7 @@ def _weight(form, w, own):
         blocks = leaf.shape[first:] if shared else (*outer, leaf.shape[-1])
         return merged(jnp.broadcast_to(leaf, (*leaf.shape[: len(form.batch)], *columns, *blocks)))
 
-    vectors = {"scale": vector(w.scale)}
+    vectors = {"scale": vector(w.float_scale())}
     if w.zero_point is not None:
         vectors["zero_point"] = vector(w.zero_point)
     return merged(transposed(w.qvalue, axes)), vectors, block_of(form, w, own)

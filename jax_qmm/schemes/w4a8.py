@@ -72,9 +72,9 @@ class W4A8(WeightInBlocks):
 
         >>> q = W4A8().quantize_weight(jnp.ones((512, 8)), (-2,))
         >>> q
-        QArray(int4[512,8], scale=float32[4,8], scale_step=float32[1,8], stored=[8,512])
-        >>> round(float(q.scale[0, 0] / q.scale_step[0, 0]), 4)
-        15.0
+        QArray(int4[512,8], scale=int8[4,8], scale_step=float32[1,8], stored=[8,512])
+        >>> int(q.scale[0, 0])
+        15
         """
         if self.activation_dtype != INT8:
             return super().quantize_weight(kernel, contracted)
@@ -92,7 +92,8 @@ class W4A8(WeightInBlocks):
         errors = [sums_like_scale(jnp.square(each.dequantize() - stored), each) for each in made]
         multiple = jnp.where(errors[1] < errors[0], multiples[1], multiples[0])
         q = self._in_blocks(stored, sizes, scale=multiple * step, zero_point=q.zero_point)
-        return q._replace(scale_step=step).transpose(back)
+        zero_point = None if q.zero_point is None else q.zero_point.astype(INT8)
+        return q._replace(scale=multiple.astype(INT8), zero_point=zero_point, scale_step=step).transpose(back)
 
     def quantize_activation(self, x: jax.Array, n: int, sums: bool = False) -> QArray:
         """As `of_activations` does."""

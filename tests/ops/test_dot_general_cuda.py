@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_qmm
-from jax_qmm import W4A8, W8A8
+from jax_qmm import W4A8, W4A16, W8A8, W8A16
 
 SCHEMES = {"symmetric": W8A8(), "asymmetric": W8A8(symmetric=False)}
 
@@ -103,6 +103,15 @@ def test_int4_is_read_as_it_is_beside_float8(scheme, equation, shape, weight, co
 
 # Compiled for an H200
 
+OF_BLOCKS = {  # a scheme, and what multiplies
+    "int8": (W8A8(tile_size=128), "block_quantized_mm"),
+    "fp8, scales for 128 x 128": (W8A8("fp8", tile_size=128, weight_tile=(128, 128)), "block_quantized_mm"),
+    "int4 beside int8": (W4A8(), "expanded_mm"),
+    "int4 beside int8, zero points": (W4A8(symmetric=False), "expanded_mm"),
+    "int4": (W4A16(), "block_scaled_mm"),
+    "int8 beside floats": (W8A16(), "block_scaled_mm"),
+}
+
 
 def compile_for_h200():
     """Prints {name: optimized module} as JSON."""
@@ -112,10 +121,17 @@ def compile_for_h200():
     sharding = NamedSharding(make_mesh(h200_topology(1), (1,), ("d",)), PartitionSpec())
     spec = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     modules = {}
+
+    def add(name, equation, shape, weight, scheme):
+        operands = jax.tree.map(spec, (jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.eval_shape(weight)))
+        modules[name] = product(equation, scheme).lower(*operands).compile().as_text()
+
     for name, (equation, shape, make) in PRODUCTS.items():
-        operands = jax.tree.map(spec, (jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.eval_shape(make)))
         for scheme in SCHEMES:
-            modules[f"{name}, {scheme}"] = product(equation, SCHEMES[scheme]).lower(*operands).compile().as_text()
+            add(f"{name}, {scheme}", equation, shape, make, SCHEMES[scheme])
+    for name, (scheme, _) in OF_BLOCKS.items():
+        weight = functools.partial(scheme.quantize_weight, jnp.ones((512, 256)), (0,))
+        add(name, "bk,kn->bn", (64, 512), weight, scheme)
     print(json.dumps(modules))
 
 
@@ -124,11 +140,8 @@ def h200(optimized_modules):
     return optimized_modules(__file__)
 
 
-@products
-@schemes
-def test_compiled_for_h200_are_two_calls_and_views(h200, name, scheme):
-    text = h200[f"{name}, {scheme}"]
-    assert re.findall(r'custom_call_target="(\w+)"', text) == ["jax_qmm_quantize_dynamic", "jax_qmm_scaled_mm"]
+def assert_is_calls_and_views(text, calls):
+    assert re.findall(r'custom_call_target="jax_qmm_(\w+)"', text) == calls
     entry = re.search(r"^ENTRY .*?^}", text, re.S | re.M).group(0)
     operations = set(re.findall(r" ([a-z][\w-]*)\(", entry)) - {
         "parameter",
@@ -138,6 +151,20 @@ def test_compiled_for_h200_are_two_calls_and_views(h200, name, scheme):
         "custom-call",
     }
     assert operations == set()
+
+
+@products
+@schemes
+def test_compiled_for_h200_are_two_calls_and_views(h200, name, scheme):
+    assert_is_calls_and_views(h200[f"{name}, {scheme}"], ["quantize_dynamic", "scaled_mm"])
+
+
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_products_in_blocks_compiled_for_h200_are_calls_and_views(h200, name):
+    """No kernel of XLA's prepares the scales at each call."""
+    scheme, multiplies = OF_BLOCKS[name]
+    quantizes = ["quantize_dynamic"] if multiplies != "block_scaled_mm" else []
+    assert_is_calls_and_views(h200[name], [*quantizes, multiplies])
 
 
 if __name__ == "__main__":

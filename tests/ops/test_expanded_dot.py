@@ -25,9 +25,8 @@ def weight(scheme, *shape, contracted=(0,)):
 def expanded(q):
     """In numpy what is multiplied: int8 values, in logical order, and what they stand for in float64."""
     along = lambda leaf: 0 if leaf is None else np.asarray(q.along_values(leaf), np.float64)
-    multiples = np.rint(along(q.scale) / np.asarray(q.scale_step, np.float64))
-    np.testing.assert_allclose(multiples * np.asarray(q.scale_step), along(q.scale), rtol=2.0**-22)
-    values = (np.asarray(q.qvalue).astype(np.float64) - along(q.zero_point)) * multiples
+    assert q.scale.dtype == jnp.int8
+    values = (np.asarray(q.qvalue).astype(np.float64) - along(q.zero_point)) * along(q.scale)
     assert abs(values).max() <= 127
     axes = q.storage_axes()
     return values.transpose(axes), (values * np.asarray(q.scale_step, np.float64)).transpose(axes)
@@ -140,21 +139,26 @@ def test_views_have_their_step():
     np.testing.assert_array_equal(jax_qmm.einsum("nhd,bhd->bn", w.transpose(2, 0, 1), x, scheme=scheme), want)
 
 
-def test_the_same_weight_serves_float_activations():
-    x, w = normal(3, 96), weight(W4A8(32), 96, 8)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_same_weight_serves_float_activations(symmetric):
+    x, w = normal(3, 96), weight(W4A8(32, symmetric), 96, 8)
     (row,) = jax_qmm.explain(jax_qmm.matmul, x, w).rows
     assert row.op.startswith("block_scaled_mm (blocks of 32")
     _, dense = expanded(w)
-    np.testing.assert_allclose(jax_qmm.matmul(x, w), x @ dense, rtol=1e-5, atol=1e-5)
+    for each in (w, w.pack(), w.pack().unpack(), w.astype(jnp.float32)):
+        np.testing.assert_allclose(jax_qmm.matmul(x, each), x @ dense, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(each.dequantize(), dense, rtol=1e-6, atol=1e-6)
+    assert w.dtype == jnp.float32 and w.astype(jnp.bfloat16).dtype == jnp.bfloat16
+    assert jax.tree.map(jnp.dtype, w.pack().unpack()) == jax.tree.map(jnp.dtype, w)
 
 
 def test_other_steps_and_scales():
-    """Scales in bfloat16 and of any sign, and a step for each of two groups of channels."""
+    """Steps in bfloat16, multiples of any sign, and a step for each of two groups of channels."""
     values = np.random.default_rng(0).integers(-8, 8, (4, 8)).astype(np.int8)
     multiples = np.random.default_rng(1).integers(-15, 16, (4, 2))
     q = QArray(
         jnp.asarray(values, jnp.int4),
-        jnp.asarray(multiples * [[0.5], [0.5], [2.0], [2.0]], jnp.bfloat16),
+        jnp.asarray(multiples, jnp.int8),
         scale_step=jnp.bfloat16([[0.5], [0.5], [2.0], [2.0]]),
     )
     x = np.random.default_rng(2).integers(-127, 128, (3, 8)).astype(np.float32)
@@ -179,7 +183,7 @@ def in_float8(q):
     values -= 0 if q.zero_point is None else np.asarray(q.along_values(q.zero_point), np.float32)
     exact = values.astype("float8_e4m3fn")
     np.testing.assert_array_equal(exact.astype(np.float32), values)
-    return q._replace(qvalue=jnp.asarray(exact), zero_point=None, scale_step=None)
+    return q._replace(qvalue=jnp.asarray(exact), scale=q.float_scale(), zero_point=None, scale_step=None)
 
 
 @pytest.mark.parametrize(
