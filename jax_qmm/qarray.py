@@ -160,14 +160,14 @@ class QArray:
         return -self.float_scale().astype(jnp.float32) * self.zero_point.astype(jnp.float32)
 
     def float_scale(self) -> jax.Array:
-        """The scale of each block: `scale`, in float32 times `scale_step` where there is one, in the QArray's dtype.
+        """The scale of each block: `scale`, or in float32 `scale * scale_step` where there is a step.
 
         >>> QArray(jnp.int4([[1, 2]]), jnp.int8([[3, 4]]), scale_step=jnp.float32([[0.5]])).float_scale().tolist()
         [[1.5, 2.0]]
         """
         if self.scale_step is None:
             return self.scale
-        return (self.scale.astype(jnp.float32) * self.scale_step.astype(jnp.float32)).astype(self.dtype)
+        return self.scale.astype(jnp.float32) * self.scale_step.astype(jnp.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -405,7 +405,7 @@ class QArray:
         """
         q = self.unpack()
         along = (None if leaf is None else q.along_values(leaf) for leaf in (q.float_scale(), q.zero_point))
-        out = reference.dequantize(q.qvalue, *along, dtype)
+        out = reference.dequantize(q.qvalue, *along, dtype or self.dtype)
         out = out.reshape(self.stored_shape) if self.merged_axes else out
         return jnp.transpose(out, self.storage_axes()) if self._permutation else out
 

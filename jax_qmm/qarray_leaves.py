@@ -20,6 +20,8 @@ LEAVES = {
 
 def check(q, tile_size):
     """Raises an error unless the leaves of a plain QArray fit each other and `tile_size`."""
+    if q.scale_step is not None and getattr(q.qvalue, "dtype", INT4) != INT4:
+        raise TypeError(f"scale_step was given with qvalue of dtype {q.qvalue.dtype}, needs int4")
     for name, dtypes in LEAVES.items():
         leaf: Any = getattr(q, name)
         if name in ("scale", "zero_point") and q.scale_step is not None:
@@ -55,11 +57,7 @@ def check(q, tile_size):
             f"azp_adj has shape {sums}, needs that of qvalue {shape} with 1 on summed axes, or that of scale, "
             f"{scale_shape}"
         )
-    if q.scale_step is None:
-        return
-    if q.qvalue.dtype != INT4:
-        raise TypeError(f"scale_step was given with qvalue of dtype {q.qvalue.dtype}, needs int4")
-    steps = q.scale_step.shape
+    steps = scale_shape if q.scale_step is None else q.scale_step.shape
     if len(steps) != len(scale_shape) or not all(step in (1, count) for step, count in zip(steps, scale_shape)):
         raise ValueError(
             f"scale_step has shape {steps}, needs that of scale {scale_shape} with 1 for what shares a step"

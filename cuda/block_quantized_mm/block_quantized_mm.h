@@ -7,8 +7,8 @@
 //
 // sums_b are those of b over a block, sums_a those of a less its zero point. Products of int8 are summed in int32; all
 // else is float32: each zero point with one fused multiply-add, then block after block
-// y = fma(scale_a, scale_b * t, y), so that an int8 result is the same whatever the tile. Of fp8 two parts of the
-// blocks may be added up by themselves. Then the bias, the activation, and one rounding to the output's dtype.
+// y = fma(scale_a, scale_b * t, y), so that an int8 result is the same whatever the tile. Of fp8 up to four parts
+// of the blocks may be added up by themselves. Then the bias, the activation, and one rounding to the output's dtype.
 //
 // Floats of a are quantized to the dtype of b in the same blocks first, as quantize.h has it: scale_a, zero_point_a and
 // sums_a are what that gives.

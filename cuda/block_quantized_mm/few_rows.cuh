@@ -23,6 +23,7 @@
 namespace jax_qmm::block_quantized::few_rows {
 
 constexpr int kTurn = 128;  // columns that a warp multiplies at a time, a part of a block or some of them
+constexpr int kStaticBytes = 48 << 10;  // of shared memory that a kernel may have without asking for it
 
 struct Params {
   void const* a;
@@ -45,8 +46,11 @@ struct Config {
   static constexpr int kEights = Eights, kTiles = Tiles, kWarps = Warps, kThreads = 32 * Warps;
   static constexpr int kTileM = 8 * Eights, kTileN = 16 * Tiles, kLines = kTileM + kTileN;
   static_assert(BlockQuantizedMm::kShared % kTileN == 0, "rows of b of a tile share a scale, or none do");
-  static constexpr int kBlocks = Quantizes ? 32 / Eights : 4 * Warps;  // that are scaled at once
-  static constexpr int kVectors = ZeroPoints ? 3 : 1;                  // of each line: scale, zero point, sums
+  static constexpr int kVectors = ZeroPoints ? 3 : 1;  // of each line: scale, zero point, sums
+  // Blocks that are scaled at once, so many that each warp has a turn of them, and twice as many where they fit.
+  static constexpr int kBlockBytes = 4 * (kTileM * (kTileN + 4) + kVectors * (kLines + 4));
+  static constexpr bool kTwice = Of32 || 4 * Warps * kBlockBytes <= kStaticBytes;
+  static constexpr int kBlocks = Quantizes ? 32 / Eights : (kTwice ? 4 : 2) * Warps;
   static constexpr int kOutputs = kTileM * kTileN;
   static constexpr int kEach = kOutputs >= 512 ? 4 : 1;  // outputs side by side that a thread scales
   static constexpr int kTimes = (kOutputs / kEach + kThreads - 1) / kThreads;
@@ -61,6 +65,10 @@ struct Config {
     alignas(16) Accumulator sums[kBlocks][kTileM][kTileN + 4];  // padded: the fragments' stores hit distinct banks
     alignas(16) float terms[kVectors][kBlocks][kLines + 4];
   };
+
+  // XLA has an SM keep little L1 for kernels of its graphs that ask for shared memory when they are launched. Loads on
+  // their way take room there: 28672 x 4096 with one row, 33 us on an H200, took 43.
+  static constexpr bool kDynamic = sizeof(Shared) > kStaticBytes;
 
   // How many are scaled at once.
   static __device__ int blocks(Params const& p) { return Quantizes ? min(kBlocks, kColumns >> p.log2_block) : kBlocks; }
@@ -245,9 +253,19 @@ __device__ void sum_blocks(Params const& p, typename C::Shared& shared, int l, i
 }
 
 template <class C>
+__device__ typename C::Shared& shared_of() {
+  if constexpr (C::kDynamic) {
+    extern __shared__ __align__(16) uint8_t memory[];
+    return *reinterpret_cast<typename C::Shared*>(memory);
+  } else {
+    __shared__ typename C::Shared shared;
+    return shared;
+  }
+}
+
+template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kLeastPerSm) few_rows_kernel(Params p) {
-  extern __shared__ __align__(16) uint8_t memory[];
-  auto& shared = *reinterpret_cast<typename C::Shared*>(memory);
+  typename C::Shared& shared = shared_of<C>();
   int const l = blockIdx.y, first_n = blockIdx.x * C::kTileN, first_m = blockIdx.z * C::kTileM;
   // The first weights, to L2 by the time that the kernel before this one is done.
   if constexpr (C::kQuantizes) {
@@ -258,7 +276,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kLeastPerSm) few_rows_kernel(P
       prefetch_l2(p.b + l * p.b_batch_stride + int64_t(min(first_n + lane, p.n - 1)) * p.k + column);
     }
   }
-  begin();
+  begin_second();
 
   float y[C::kTimes][C::kEach] = {};
   // Calls use(outputs, m, n) with those of the tile that lie side by side from there on.
@@ -312,7 +330,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kLeastPerSm) few_rows_kernel(P
 
 template <class C>
 LaunchShape shape_of(dim3 grid) {
-  return {grid, C::kThreads, sizeof(typename C::Shared)};
+  return {grid, C::kThreads, C::kDynamic ? sizeof(typename C::Shared) : 0};
 }
 
 template <class C>

@@ -16,7 +16,10 @@
 //   terms_full[slot]    kTermsThreads                           math warps
 //   terms_empty[slot]   kMathWarps                              the terms' warps, from the second turn on
 //
-// The blocks of a cluster have neighbouring rows of a and share b, of which each loads some rows for all of them.
+// Where tiles are few, the blocks of a cluster share K of one tile: each adds up and writes a part of it, whose sums it
+// has from all, in their order. Of fp8 alone, for int8 results shall be the same bits whatever the kernel.
+//
+// Else the blocks of a cluster have neighbouring rows of a and share b, of which each loads some rows for all of them.
 // Stages of the last turn are not released, as blocks that are done may have exited.
 //
 // Shared memory is what bounds it: of 128 bytes a cycle, a tile's step of 128 columns takes 128 cycles for the tensor
@@ -39,8 +42,11 @@
 
 namespace jax_qmm::block_quantized {
 
-// `OfA`, `OfB`: zero points of a, and of b. `Share`: blocks of a cluster. `SharedB`: 128 rows of b share their scales.
-template <DType In, bool OfA, bool OfB, int Block, int Share = 1, bool SharedB = false>
+constexpr int kMostPartsOfTile = 4;  // of K
+
+// `OfA`, `OfB`: zero points of a, and of b. `Share`: blocks of a cluster that share b. `SharedB`: 128 rows of b share
+// their scales. `SplitsK`: the blocks of a cluster, up to four, share K.
+template <DType In, bool OfA, bool OfB, int Block, int Share = 1, bool SharedB = false, bool SplitsK = false>
 struct PersistentSm90 {
   using Element = typename TypesOf<In>::Element;
   using Sum = typename TypesOf<In>::Sum;
@@ -48,7 +54,7 @@ struct PersistentSm90 {
       cute::GMMA::ss_op_selector<Element, Element, Sum, cute::Shape<cute::_64, cute::_128, cute::Int<kStep>>>(),
       cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
   static constexpr DType kIn = In;
-  static constexpr bool kOfA = OfA, kOfB = OfB, kSharedB = SharedB;
+  static constexpr bool kOfA = OfA, kOfB = OfB, kSharedB = SharedB, kSplitsK = SplitsK;
   static constexpr int kBlock = Block, kShare = Share, kTile = 128;
   static constexpr int kMathWarps = 8, kMathThreads = 256, kTermsThreads = 64, kThreads = 384;
   static constexpr int kMathRegisters = 232, kOtherRegisters = 40;  // 504 for three warpgroups
@@ -68,6 +74,8 @@ struct PersistentSm90 {
     alignas(16) Terms terms[kSlots];
     uint64_t full[kStages], empty[kStages], terms_full[kSlots], terms_empty[kSlots];
   };
+  static_assert(!SplitsK ||
+                (Share == 1 && Block == kStep && kMostPartsOfTile * kTile * kTile / 2 * 4 <= kStages * kStageBytes));
   static_assert(kStages >= 4 && Block >= kStep / 2 && (OfA || !OfB) && !(SharedB && OfA));
 
   // Where the term of a row of b stands.
@@ -76,7 +84,7 @@ struct PersistentSm90 {
 
 struct PersistentParams {
   int n, groups;
-  int rounds, steps;  // of a tile: blocks, and stages
+  int rounds;  // of a tile: blocks, of whole stages
   int tiles_across, clusters_down, clusters;
   Side a, b;
   bool fours;  // whether the terms of four blocks can be loaded at once
@@ -101,6 +109,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     TilePlace const place = place_in_bands(cluster, p.tiles_across, p.clusters_down);
     return Tile{place.l, (place.down * kShare + rank) * kTile, place.across * kTile};
   };
+  // The slots of terms, and so the columns, that this block has of K.
+  int const parts = C::kSplitsK ? gridDim.y : 1, part = C::kSplitsK ? blockIdx.y : 0;
+  int const all_slots = (p.rounds - 1) / kBlocksOfSlot + 1;
+  int const first_slot = all_slots * part / parts, end_slot = all_slots * (part + 1) / parts;
+  int const rounds = min(p.rounds, end_slot * kBlocksOfSlot) - first_slot * kBlocksOfSlot;
+  int const steps = rounds * C::kBlock / kStep, first_column = first_slot * (kBlocksOfSlot * C::kBlock);
   auto const each_tile = [&](auto f) {
     for (int cluster = first; cluster < p.clusters; cluster += stride) f(tile_of(cluster));
   };
@@ -110,8 +124,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     prefetch_tma_descriptor(&boxes_b);
     prefetch_tma_descriptor(&boxes_out);
     Tile const at = tile_of(first);
-    for (int i = 0; i < min(p.steps, 2); ++i) {  // of b to L2, by the time the kernel before this one is done
-      SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_b, i * kStep, at.first_n + rank * (kTile / kShare),
+    for (int i = 0; i < min(steps, 2); ++i) {  // of b to L2, by the time the kernel before this one is done
+      SM90_TMA_LOAD_3D::PREFETCH::copy(&boxes_b, first_column + i * kStep, at.first_n + rank * (kTile / kShare),
                                        p.b.batched ? at.l : 0);
     }
     for (int s = 0; s < kStages; ++s) {
@@ -141,31 +155,31 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       Ring<kStages> stage;
       each_tile([&](Tile const& at) {
 #pragma unroll 1
-        for (int i = 0; i < p.steps; ++i, stage.advance()) {
+        for (int i = 0; i < steps; ++i, stage.advance()) {
+          int const column = first_column + i * kStep;
           uint64_t* const full = &shared.full[stage.at];
           if (stage.turn > 0) Empty::wait(&shared.empty[stage.at], (stage.turn - 1) & 1);
           Full::arrive_and_expect_tx(full, C::kStageBytes);
-          SM90_TMA_LOAD_3D::copy(&boxes_a, full, again, shared.a[stage.at], i * kStep, at.first_m,
-                                 p.a.batched ? at.l : 0);
+          SM90_TMA_LOAD_3D::copy(&boxes_a, full, again, shared.a[stage.at], column, at.first_m, p.a.batched ? at.l : 0);
           auto* const to = shared.b[stage.at] + rank * kRowsB * kStep;
           int const row = at.first_n + rank * kRowsB, entry = p.b.batched ? at.l : 0;
           if constexpr (kShare > 1) {
-            SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_b, full, uint16_t((1 << kShare) - 1), again, to, i * kStep, row,
+            SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_b, full, uint16_t((1 << kShare) - 1), again, to, column, row,
                                              entry);
           } else {
-            SM90_TMA_LOAD_3D::copy(&boxes_b, full, again, to, i * kStep, row, entry);
+            SM90_TMA_LOAD_3D::copy(&boxes_b, full, again, to, column, row, entry);
           }
         }
       });
       return;
     }
-    int const slots = (p.rounds - 1) / kBlocksOfSlot + 1, thread = threadIdx.x - C::kMathThreads - 32;
+    int const thread = threadIdx.x - C::kMathThreads - 32;
     if (thread >= C::kTermsThreads) return;
     Ring<C::kSlots> slot;
     each_tile([&](Tile const& at) {
       RowsOfThread<C> const rows(p.a, p.b, p.groups, at, thread);
 #pragma unroll 1
-      for (int i = 0; i < slots; ++i, slot.advance()) {
+      for (int i = first_slot; i < end_slot; ++i, slot.advance()) {
         if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);
         asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
         int const first = i * kBlocksOfSlot;
@@ -197,7 +211,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   Ring<kStages> stage, free;                   // to multiply next, and to release next
   Ring<C::kSlots> slot;
   int half = 0, of_slot = 0;
-  int loaded_again = ((p.clusters - 1 - first) / stride + 1) * p.steps - kStages;
+  int loaded_again = ((p.clusters - 1 - first) / stride + 1) * steps - kStages;
 
   // What moves no use of the sums across the tensor cores' work.
   auto const fence = [&](auto set) {
@@ -232,7 +246,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   auto const release = [&] {
 #pragma unroll
     for (int i = 0; i < kStagesOfBlock; ++i, --loaded_again, free.advance()) {
-      if (loaded_again > 0 && lane < kShare) Empty::arrive(&shared.empty[free.at], kShare > 1 ? lane : 0, true);
+      if (loaded_again > 0 && lane < kShare) Empty::arrive(&shared.empty[free.at], kShare > 1 ? lane : part, true);
     }
   };
   auto const release_terms = [&] {
@@ -278,8 +292,51 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (++of_slot == kBlocksOfSlot) release_terms();
   };
 
-  // Adds the bias, applies the activation, and writes a tile.
+  // Of a tile whose K blocks share, quarters are divided among them: half of the columns of a warpgroup's rows.
+  constexpr int kOfHalf = kCount / 2;
   int const group = warp / 4;
+  auto const is_own = [&](int half) { return !C::kSplitsK || (2 * group + half) * parts / 4 == part; };
+  auto const add_parts = [&] {
+    auto* const received = reinterpret_cast<float4*>(memory);  // [part][four sums of a thread][thread], for stages
+    auto const place = [&](int of, int i) { return &received[(of * kCount + i) / 4 * 128 + threadIdx.x % 128]; };
+    sync_cluster();  // other blocks may be at their stages
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int const owner = (2 * group + half) * parts / 4;
+      if (owner == part) continue;
+      float4* const own = place(part, half * kOfHalf);
+      uint32_t const to = set_block_rank(cast_smem_ptr_to_uint(own), owner);
+#pragma unroll
+      for (int i = 0; i < kOfHalf; i += 4) {
+        float const* const four = &total[half * kOfHalf + i];
+        store_to_cluster(to + i / 4 * 128 * sizeof(float4), make_float4(four[0], four[1], four[2], four[3]));
+      }
+    }
+    sync_stores_of_cluster();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!is_own(half)) continue;
+      float* const own = &total[half * kOfHalf];
+      float sum[kOfHalf] = {};
+#pragma unroll 1
+      for (int of = 0; of < parts; ++of) {
+        if (of == part) {
+#pragma unroll
+          for (int i = 0; i < kOfHalf; ++i) sum[i] += own[i];
+          continue;
+        }
+#pragma unroll
+        for (int i = 0; i < kOfHalf; i += 4) {
+          float4 const four = *place(of, half * kOfHalf + i);
+          sum[i] += four.x, sum[i + 1] += four.y, sum[i + 2] += four.z, sum[i + 3] += four.w;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kOfHalf; ++i) own[i] = sum[i];
+    }
+  };
+
+  // Adds the bias, applies the activation, and writes a tile.
   bool const leads = threadIdx.x % 128 == 0;
   auto const sync_group = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
   auto const write = [&](Tile const& tile) {
@@ -311,6 +368,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       constexpr int kColumns = columns;
 #pragma unroll
       for (int column = 0; column < kTile; column += kColumns) {
+        if (!is_own(column / (kTile / 2))) continue;
         if (leads) tma_store_wait<0>();
         sync_group();
         fill(&total[column / 2]);
@@ -367,31 +425,35 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     add(now);
   };
   each_tile([&](Tile const& tile) {
-    alternate(p.rounds, multiply, step, last);
+    alternate(rounds, multiply, step, last);
     if (of_slot > 0) release_terms();
+    if constexpr (C::kSplitsK) {
+      add_parts();
+      if (!is_own(0) && !is_own(1)) return;
+    }
     write(tile);
   });
   if (leads) tma_store_wait<0>();
 }
 
-template <class C>
-LaunchShape shape_of_persistent(dim3 grid) {
-  return {grid, C::kThreads, sizeof(typename C::Shared), dim3(C::kShare)};
+template <class C, int kParts>
+LaunchShape shape_of_persistent(unsigned blocks) {
+  return {dim3(blocks, kParts), C::kThreads, sizeof(typename C::Shared), dim3(C::kShare, kParts)};
 }
 
-template <class C>
+template <class C, int kParts>
 cudaError_t prepare_persistent(bool& fits) {
-  return prepare_kernel(reinterpret_cast<void const*>(persistent_kernel<C>), shape_of_persistent<C>({}), fits);
+  LaunchShape const shape = shape_of_persistent<C, kParts>(C::kShare);
+  return prepare_kernel(reinterpret_cast<void const*>(persistent_kernel<C>), shape, fits);
 }
 
-template <class C>
+template <class C, int kParts>
 cudaError_t launch_persistent(BlockQuantizedMm const& problem, Submit const& submit) {
   Gpu const* gpu;
   if (cudaError_t const error = current_gpu(gpu)) return error;
   PersistentParams p{};
   p.n = problem.n, p.groups = problem.groups();
   p.rounds = C::kBlock < kStep ? p.groups + p.groups % 2 : p.groups;  // whole stages
-  p.steps = int(int64_t(p.rounds) * C::kBlock / kStep);
   p.a = {problem.m, problem.of_a, problem.a_batch_stride != 0}, p.b = {p.n, problem.of_b, problem.b_batch_stride != 0};
   p.tiles_across = int(ceil_div(p.n, C::kTile)), p.clusters_down = int(ceil_div(problem.m, C::kTile * C::kShare));
   p.clusters = p.tiles_across * p.clusters_down * problem.batch;
@@ -407,20 +469,23 @@ cudaError_t launch_persistent(BlockQuantizedMm const& problem, Submit const& sub
   if (error != cudaSuccess) return error;
   error = make_boxes_of_results(problem, boxes_out);
   if (error != cudaSuccess) return error;
-  unsigned const blocks = unsigned(std::min(p.clusters, gpu->sms_in_clusters(C::kShare) / C::kShare) * C::kShare);
-  return jax_qmm::launch(submit, shape_of_persistent<C>(dim3(blocks)), persistent_kernel<C>, p, boxes_a, boxes_b,
+  int const at_once =
+      kParts > 1 ? p.clusters : gpu->sms_in_clusters(C::kShare) / C::kShare;  // each has one tile of K's parts
+  unsigned const blocks = unsigned(std::min(p.clusters, at_once) * C::kShare);
+  return jax_qmm::launch(submit, shape_of_persistent<C, kParts>(blocks), persistent_kernel<C>, p, boxes_a, boxes_b,
                          boxes_out);
 }
 
-template <class C>
+template <class C, int kParts = 1>
 Instance persistent_instance() {
+  static_assert(C::kSplitsK == (kParts > 1) && kParts <= kMostPartsOfTile);
   Instance i{};
   i.in = C::kIn, i.zero_points = C::kOfA, i.of_a_alone = C::kOfA && !C::kOfB;
   i.shortest = i.longest = C::kBlock;
   i.tile_m = i.tile_n = C::kTile, i.stages = C::kStages, i.threads = C::kThreads;
   i.blocks_per_sm = 1, i.shared_bytes = sizeof(typename C::Shared);
-  i.wgmma = i.persistent = true, i.shared_b = C::kSharedB, i.share = C::kShare;
-  i.prepare = prepare_persistent<C>, i.launch = launch_persistent<C>;
+  i.wgmma = i.persistent = true, i.shared_b = C::kSharedB, i.share = C::kShare, i.parts = kParts;
+  i.prepare = prepare_persistent<C, kParts>, i.launch = launch_persistent<C, kParts>;
   return i;
 }
 

@@ -39,6 +39,10 @@ std::string& wanted() {
 
 PreparedKernels prepared;
 
+int64_t tiles_of(Instance const& i, BlockQuantizedMm const& p) {
+  return ceil_div(p.m, i.tile_m) * ceil_div(p.n, i.tile_n) * p.batch;
+}
+
 bool runs_on(Gpu const& gpu, int instance) {
   Instance const& i = instances()[instance];
   return i.shared_bytes <= gpu.shared_memory && (!i.wgmma || gpu.arch == 90) && prepared.can_run(gpu, instance);
@@ -98,28 +102,31 @@ double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gp
     // Cycles: in all, for each output and block, and for each value that a block quantizes, of one row of an H200.
     constexpr double kLaunch = 365, kScaling = 0.21;
     double const kQuantizing = i.in == DType::kS8 ? 1.55 : 2.1;
-    double const tiles = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch;
+    double const tiles = double(tiles_of(i, p));
     double const steps = double(ceil_div(p.k, i.tile_k));
     double const scaling = kScaling * (i.zero_points ? 1.3 : 1) * i.tile_m * i.tile_n * p.groups();
     double const quantizing = i.quantizes ? kQuantizing * std::min(i.tile_m, p.m) * p.k : 0;
     return (kLaunch + i.few_rows->of(tiles, steps, scaling + quantizing, i.blocks_per_sm, gpu.sm_count)) / gpu.clock;
   }
+  int64_t const of_part = ceil_div(ceil_div(p.groups(), kBlocksOfSlot), i.parts) * kBlocksOfSlot;
+  double const groups = double(std::min<int64_t>(of_part, p.groups()));
   double const from_memory = double(p.batch) * (double(p.m) + p.n) * p.k / gpu.copy_rate;
   if (i.persistent) {
     auto const [launch, tile, stage, block] = costs_of_persistent(i);
     int64_t const clusters = ceil_div(p.m, int64_t(i.tile_m) * i.share) * ceil_div(p.n, i.tile_n) * p.batch;
-    double const tiles = std::ceil(double(clusters) * i.share / gpu.sms_in_clusters(i.share));
-    double const cycles = tiles * (tile + std::ceil(p.k / 128.0) * stage + p.groups() * block);
+    int const together = i.share * i.parts;
+    double const tiles = std::ceil(double(clusters) * together / gpu.sms_in_clusters(together));
+    double const stages = std::ceil(std::min<double>(groups * p.block, p.k) / 128);
+    double const sending = i.parts > 1 ? 3000 : 0;
+    double const cycles = tiles * (tile + stages * stage + groups * block + sending);
     return std::max(launch + cycles / gpu.clock, from_memory);
   }
   constexpr double kFloats = 128;  // operations on outputs that an SM starts in a cycle
   Costs const costs = costs_of(i, gpu);
   constexpr double kParts = 1500, kSum = 0.04;  // cycles to meet the other parts of K, and to send them a sum
-  double const blocks = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch * i.parts;
+  double const blocks = double(tiles_of(i, p)) * i.parts;
   double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
   double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(blocks / gpu.sm_count));  // those of K lie apart
-  int64_t const of_part = ceil_div(ceil_div(p.groups(), kBlocksOfSlot), i.parts) * kBlocksOfSlot;
-  double const groups = double(std::min<int64_t>(of_part, p.groups()));
   double const outputs = double(i.tile_m) * i.tile_n, k = std::min<double>(groups * p.block, p.k);
   double const multiplying = outputs * k * 2 / (costs.rate * gpu.peak / gpu.sm_count / gpu.clock);
   double const scaling = outputs * groups * costs.scaling / kFloats;

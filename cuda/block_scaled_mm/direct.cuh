@@ -3,7 +3,7 @@
 // its own, two ahead, so that L1 keeps memory for x. (Loads to registers would not be ahead: ptxas gives those of all
 // steps one scoreboard, so that the first use waits for all.) A lane makes the terms of one row's blocks, for all.
 // Blocks go from one tile of rows of weights to the next, whose first steps are on their way when the sums of the last
-// are added.
+// are added, and where x is small, they copy it with the first tile alone.
 #pragma once
 
 #include "block_scaled_mm/step.cuh"
@@ -30,15 +30,14 @@ class StepsOfWarp {
  public:
   using Term = typename C::Weights::Term;
 
-  // Bytes of a stage of a warp: words of all lanes, of which each reads its own; what terms of all rows are made of;
-  // rows of x.
-  __host__ __device__ static int stage_bytes(int m, bool zero_points) {
-    return kWordBytes + block_bytes(zero_points) + m * kPitch;
-  }
-  // Bytes of a warp: its stages, and terms of the present step. An odd multiple of 128: where it is one of 1024, warps
-  // that copy to the same banks make a small product take up to 1.3 times as long on an H100.
-  static int bytes(int m, bool zero_points, int stages) {
-    return (stages * stage_bytes(m, zero_points) + kTermBytes + 127) / 256 * 256 + 128;
+  // Bytes of a stage of a warp: words of all lanes, of which each reads its own, and what terms of all rows are made
+  // of.
+  __host__ __device__ static int stage_bytes(bool zero_points) { return kWordBytes + block_bytes(zero_points); }
+  // Bytes of a warp: its stages, terms of the present step, and rows of x of `x_steps`. An odd multiple of 128: where
+  // it is one of 1024, warps that copy to the same banks make a small product take up to 1.3 times as long on an H100.
+  static int bytes(int m, bool zero_points, int stages, int x_steps) {
+    int const all = stages * stage_bytes(zero_points) + kTermBytes + x_steps * m * kPitch;
+    return (all + 127) / 256 * 256 + 128;
   }
 
   // `first_n` and `end_n` are the rows of weights that the warp goes through, `begin` and `end` its columns.
@@ -47,8 +46,8 @@ class StepsOfWarp {
     int const lane = threadIdx.x % 32;
     uint32_t const shared = static_cast<uint32_t>(__cvta_generic_to_shared(stages));
     bool const zero_points = p.zero_point.data != nullptr;
-    bytes_ = int(kept(stage_bytes(p.m, zero_points)));
-    uint32_t const terms = shared + p.stages * bytes_, x = shared + kWordBytes + block_bytes(zero_points);
+    bytes_ = int(kept(stage_bytes(zero_points))), x_bytes_ = int(kept(p.m * kPitch));
+    uint32_t const terms = shared + p.stages * bytes_, x = terms + kTermBytes;
     scale_bytes_ = kept(bytes_of(p.scale.dtype));
     zero_bytes_ = C::kFloatZero ? kept(bytes_of(p.zero_point.dtype)) : 1;
     own_words_ = kept(shared + lane * 16);
@@ -65,6 +64,7 @@ class StepsOfWarp {
       copy();
       next();
     }
+    present_x_ = 0;
   }
 
   // Waits until the next step, if there is one, is there for all lanes.
@@ -93,7 +93,7 @@ class StepsOfWarp {
   __device__ Term term(int unit, int i, int h) const { return at<Term>(terms_)[32 * unit + 16 * i + 8 * h]; }
 
   // Where this lane's chunk of 8 rows of x is: those that are not there repeat the last one, and give no results.
-  __device__ uint32_t x(int eight) const { return x_[eight] + stage_; }
+  __device__ uint32_t x(int eight) const { return x_[eight] + present_x_; }
 
   // Copies another step to where the present one was, and goes to the next.
   __device__ void release() {
@@ -120,7 +120,10 @@ class StepsOfWarp {
     return reinterpret_cast<T*>(shared + (address - static_cast<uint32_t>(__cvta_generic_to_shared(shared))));
   }
 
-  __device__ void next() { stage_ = stage_ + bytes_ == p_.stages * bytes_ ? 0 : stage_ + bytes_; }
+  __device__ void next() {
+    stage_ = stage_ + bytes_ == p_.stages * bytes_ ? 0 : stage_ + bytes_;
+    present_x_ = present_x_ + x_bytes_ == p_.x_steps * x_bytes_ ? 0 : present_x_ + x_bytes_;
+  }
 
   // Goes to the first step of a tile. Rows beyond the last one repeat it.
   __device__ void start() {
@@ -148,12 +151,16 @@ class StepsOfWarp {
     if (first_n_ < end_n_ && column_ < end_) {
       copy_words();
       copy_blocks();
-      copy_x();
+      if (p_.x_steps < p_.steps) {
+        copy_x(present_x_);
+      } else if (is_first_) {
+        copy_x(step_ * x_bytes_);
+      }
     }
     commit_copies();
     column_ += C::kColumns;
     if (++step_ == p_.steps) {
-      step_ = 0, first_n_ += C::kRows;
+      step_ = 0, first_n_ += C::kRows, is_first_ = false;
       if (first_n_ < end_n_) start();
     }
   }
@@ -170,9 +177,9 @@ class StepsOfWarp {
   }
 
   // What is beyond x becomes zeros. All blocks of an SM copy the same x, which L1 has for them.
-  __device__ void copy_x() const {
+  __device__ void copy_x(int offset) const {
     int const lane = threadIdx.x % 32, k = column_ + lane % kChunks * 8;
-    uint32_t to = own_x_ + stage_;
+    uint32_t to = own_x_ + offset;
     uint16_t const* from = from_x_ + column_;
 #pragma unroll 1
     for (int row = lane / kChunks; row < p_.m; row += kRowsAtOnce) {
@@ -225,9 +232,10 @@ class StepsOfWarp {
 
   Params const& p_;
   int l_, first_n_, end_n_, begin_, end_, step_ = 0, column_;
-  // In shared memory: the bytes of a stage, where the present one is, and of the first one what this lane copies, makes
-  // and multiplies.
-  int bytes_, stage_ = 0;
+  bool is_first_ = true;  // tile that is copied
+  // In shared memory: the bytes of a stage and of a step's x, where the present ones are, and of the first ones what
+  // this lane copies, makes and multiplies.
+  int bytes_, x_bytes_, stage_ = 0, present_x_ = 0;
   uint32_t own_words_, own_blocks_, own_terms_, own_x_, terms_, x_[kTilesM];
   uint32_t scale_bytes_, zero_bytes_;
   uint16_t const* from_x_;
@@ -241,8 +249,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) direct_kernel(Pa
   extern __shared__ __align__(128) uint8_t shared[];
   auto* const partial = reinterpret_cast<float*>(shared);
   int const warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
-  int const l = blockIdx.x / p.blocks_n, first_n = blockIdx.x % p.blocks_n * p.rows_of_block;
-  int const end_n = min(p.n, first_n + p.rows_of_block);
+  int const l = blockIdx.x / p.blocks_n, block = blockIdx.x % p.blocks_n;
+  int const tiles = p.tiles_n / p.blocks_n, more = p.tiles_n % p.blocks_n;  // the first blocks have one more
+  int const first_n = C::kRows * (block * tiles + min(block, more));
+  int const end_n = min(p.n, first_n + C::kRows * (tiles + (block < more)));
 
   int const k_begin = blockIdx.y * p.k_of_part, k_end = min(p.k, k_begin + p.k_of_part);
   int const k_of_warp = (k_end - k_begin + C::kStep - 1) / C::kStep * C::kColumns;
@@ -253,7 +263,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) direct_kernel(Pa
     int const n = min(first_n + int(threadIdx.x) % 32, end_n - 1);
     prefetch_l2(p.w + l * p.w_batch_stride + int64_t(n) * p.row_bytes + first_k / 8 * C::kBits);
   }
-  begin();
+  begin_second();
   StepsOfWarp<C> steps(p, l, first_n, end_n, first_k, end_k,
                        shared + C::kWarpsK * p.m * C::kSumsPitch * sizeof(float) + warp * p.warp_bytes);
 
@@ -316,13 +326,17 @@ cudaError_t launch_direct(BlockScaledMm const& problem, int split, Submit const&
   int const sums = C::kWarpsK * problem.m * C::kSumsPitch * int(sizeof(float));
   int const of_warp = (gpu->shared_memory / C::kBlocksPerSm - 512 - sums) / C::kWarpsK;
   bool const zero_points = problem.zero_point.data != nullptr;
-  params.stages = Steps::bytes(problem.m, zero_points, 2) <= of_warp ? 2 : 1;
-  params.warp_bytes = Steps::bytes(problem.m, zero_points, params.stages);
-  // As many tiles for each block as all that are resident need.
-  int64_t const tiles = int64_t(params.tiles_n) * problem.batch;
+  auto const bytes = [&](int stages, int x_steps) { return Steps::bytes(problem.m, zero_points, stages, x_steps); };
+  // As many blocks as are resident share the tiles: of each entry of a batch whole ones, of which none has more tiles
+  // than it needs.
   int64_t const resident = std::max(1, gpu->sm_count * C::kBlocksPerSm / parts);
-  params.rows_of_block = C::kRows * int(std::min<int64_t>(params.tiles_n, ceil_div(tiles, resident)));
-  params.blocks_n = unsigned(ceil_div(problem.n, params.rows_of_block));
+  int64_t const most = ceil_div(int64_t(params.tiles_n) * problem.batch, resident);
+  int64_t const blocks = std::max(resident / problem.batch, ceil_div(params.tiles_n, most));
+  params.blocks_n = unsigned(std::min<int64_t>(params.tiles_n, blocks));
+  params.stages = bytes(2, 2) <= of_warp ? 2 : 1;
+  bool const several = params.tiles_n > params.blocks_n;
+  params.x_steps = several && bytes(2, params.steps) <= of_warp ? params.steps : params.stages;
+  params.warp_bytes = bytes(params.stages, params.x_steps);
   LaunchShape const shape{{params.blocks_n * unsigned(problem.batch), unsigned(parts)},
                           C::kThreads,
                           size_t(sums + C::kWarpsK * params.warp_bytes)};

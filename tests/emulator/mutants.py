@@ -91,6 +91,8 @@ TESTS = {
         BOTH_SIDES.format("test_blocks_that_stay[1040-128-int-None]"),
         BOTH_SIDES.format("test_blocks_that_stay[1808-256-int-int]"),
         BOTH_SIDES.format("test_wgmma_with_one_scale_of_b[700-384-272-cluster 2 persistent float8_e4m3fn]"),
+        BOTH_SIDES.format("test_persistent_blocks_that_share_k[2-batch0-150-128-2064-128]"),
+        BOTH_SIDES.format("test_persistent_blocks_that_share_k[3-batch2-65-256-2560-1]"),
     ],
     "blocks of few rows": [
         BOTH_SIDES.format("test_rows_of_whole_sixteens[few rows 8x16x512-5-33-4176-64]"),
@@ -278,6 +280,8 @@ MUTANTS = [
     ),
     Mutant("direct: all bytes of a scale's word", DIRECT, "inside ? before + bytes : 0", "4"),
     Mutant("direct: a scale is at the beginning of its word", DIRECT, " >> (where >> bit) % 4 * 8", ""),
+    Mutant("direct: x that stays of one step", DIRECT, "} else if (is_first_) {", "} else if (is_first_ && step_ == 0) {"),
+    Mutant("direct: x that stays is all in one place", DIRECT, "copy_x(step_ * x_bytes_)", "copy_x(0)"),
     Mutant("direct: rows of x beyond M", DIRECT, "row < p_.m; row", "row < C::kTileM; row"),
     Mutant(
         "quantize: one chunk too many is loaded",
@@ -495,7 +499,7 @@ MUTANTS = [
     ),
     Mutant("blocks by wgmma: whole stores everywhere", WGMMA_OF_BLOCKS, "problem.stores_whole()", "true"),
     Mutant("blocks by wgmma: parts are sent to stages in use", WGMMA_OF_BLOCKS, "    sync_cluster();"),
-    Mutant("blocks by wgmma: parts are added before they come", WGMMA_OF_BLOCKS, "    Full::wait(&shared.added, 0);\n"),
+    Mutant("blocks by wgmma: parts are added before they come", WGMMA_OF_BLOCKS, "    sync_stores_of_cluster();\n"),
     Mutant(
         "blocks by wgmma: the last part misses a slot",
         WGMMA_OF_BLOCKS,
@@ -526,6 +530,30 @@ MUTANTS = [
         "loaded_again > 0 && lane",
         "lane",
         noticed=False,  # the other block still writes its results
+    ),
+    Mutant(
+        "blocks that stay: a part of K releases another's stages",
+        BLOCKS_THAT_STAY,
+        "kShare > 1 ? lane : part",
+        "kShare > 1 ? lane : 0",
+    ),
+    Mutant(
+        "blocks that stay: parts are sent to stages in use",
+        BLOCKS_THAT_STAY,
+        "    sync_cluster();  // other blocks may be at their stages\n",
+    ),
+    Mutant("blocks that stay: parts are added before they come", BLOCKS_THAT_STAY, "    sync_stores_of_cluster();\n"),
+    Mutant(
+        "blocks that stay: the last part misses a slot",
+        BLOCKS_THAT_STAY,
+        "all_slots * (part + 1) / parts",
+        "all_slots / parts * (part + 1)",
+    ),
+    Mutant(
+        "blocks that stay: a quarter of a tile is another part's",
+        BLOCKS_THAT_STAY,
+        "(2 * group + half) * parts / 4 == part",
+        "2 * group * parts / 4 == part",
     ),
     Mutant(
         "blocks that stay: the last stages of a tile are not released",

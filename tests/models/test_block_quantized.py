@@ -123,8 +123,8 @@ def test_4_bit_weights_and_8_bit_activations(kind, dtype):
         calls[row.op.split()[0]] += row.count
     by = {"expanded_mm": 3} if dtype == "int8" else {"block_scaled_mm": 3}
     assert calls == {"quantize": 3, **by}
-    # Beside int8 there is a step for each channel; beside float8 weights are packed, with zero points in int8.
-    scales = 384 * (4 * (4 + 4) + 4) if dtype == "int8" else 384 * 4 * (4 + 1)
+    # Zero points are int8; beside int8 scales are too, with a step for each channel.
+    scales = 384 * (4 * (1 + 1) + 4) if dtype == "int8" else 384 * 4 * (4 + 1)
     assert kernel.qtype == jnp.int4 and kernel.nbytes == 256 * 384 // 2 + scales
 
 

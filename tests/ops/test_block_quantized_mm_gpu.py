@@ -316,6 +316,35 @@ def test_parts_of_k_of_float8_are_added_once(only):
         np.testing.assert_array_equal(got, np.clip(F32(y), -30, 40).astype(out_dtype))
 
 
+@pytest.mark.usefixtures("has_wgmma")
+@pytest.mark.parametrize("shared", [1, 128])
+@pytest.mark.parametrize(
+    "parts, batch, m, n, k",
+    [
+        (2, (), 150, 128, 2064),
+        (2, (2,), 40, 128, 1040),
+        (3, (), 65, 256, 2560),
+        (4, (), 150, 128, 2064),
+        (4, (), 128, 128, 1680),
+    ],
+)
+def test_persistent_blocks_that_share_k(only, parts, shared, batch, m, n, k):
+    """Exactly: parts have as many slots of four blocks, or one more, and the last slot may end early."""
+    only(f"128x128x128 persistent split-K {parts} float8_e4m3fn {'of 128 rows' if shared > 1 else 'scaled'}")
+    n -= 56 if shared == 1 else 0
+    groups, rng = -(-k // 128), np.random.default_rng(0)
+    powers = lambda *shape: jnp.asarray(2.0 ** rng.integers(-3, 3, shape), F32)
+    values = lambda *shape: jnp.asarray(rng.integers(-3, 4, shape), F8)
+    x = QArray(values(*batch, m, k), powers(*batch, m, groups), tile_size=128)
+    w = QArray(values(*batch, n, k), powers(*batch, n // shared, groups), tile_size=128)
+    bias = jnp.arange(n) % 7 - 3.0
+    y = np.asarray(x.dequantize(), np.float64) @ np.asarray(w.dequantize(), np.float64).swapaxes(-1, -2)
+    for out_dtype in (F32, BF16):
+        f = functools.partial(jax_qmm.block_scaled_mm, bias=bias, activation=(-900, 800), out_dtype=out_dtype)
+        got = jax.jit(jax.vmap(f) if batch else f)(x, w)
+        np.testing.assert_array_equal(got, np.clip(F32(y + np.asarray(bias)), -900, 800).astype(out_dtype))
+
+
 def test_each_block_of_float8_has_its_own_scale(tile):
     """One column at a time, and exact."""
     k, block = 300, 64

@@ -282,8 +282,9 @@ class TestDirect:
     def test_steps_of_more_rows(self, m, n, k, zero_point, dtype, bits):
         check(*operands(m, m, n, k, dtype, bits, 128, zero_point), bits=bits, block=128)
 
-    @pytest.mark.parametrize(("m", "k"), [(1, 1100), (2, 2056), (5, 777), (8, 4640), (15, 1320)])
+    @pytest.mark.parametrize(("m", "k"), [(1, 1100), (2, 2056), (5, 777), (8, 4640), (15, 1320), (16, 9300)])
     def test_blocks_stay_for_several_tiles(self, m, k, dtype, bits):
+        """With x that stays, and more of it than there is room for."""
         n = 2 * 32 * 2 * _extension.gpu().sm_count + 40
         x, q, scale, zero_point = operands(m, m, n, k, dtype, bits, 128, "int8")
         out = check(x, q, scale, zero_point, bits=bits, block=128, out_dtype=BF16)
@@ -292,6 +293,8 @@ class TestDirect:
     @pytest.mark.parametrize("batch", [(3, 3), (3, 1), (1, 3)])
     def test_batches(self, batch, dtype, bits):
         check(*operands(3, 4, 67, 136, dtype, bits, 64, "int8", batch=batch), bits=bits, block=64)
+        n = 32 * 2 * _extension.gpu().sm_count + 40  # several tiles for each block
+        check(*operands(3, 2, n, 136, dtype, bits, 64, "int8", batch=batch), bits=bits, block=64)
 
     def test_rows_that_are_not_there(self, dtype, bits):
         """They repeat the last one, and nothing of it is seen."""

@@ -29,7 +29,7 @@ def exact(q):
     """What a QArray stands for, in float64 and in logical order."""
     q = q.unpack()
     along = lambda leaf: 0 if leaf is None else np.asarray(q.along_values(leaf)).astype(np.float64)
-    values = (np.asarray(q.qvalue).astype(np.float64) - along(q.zero_point)) * along(q.scale)
+    values = (np.asarray(q.qvalue).astype(np.float64) - along(q.zero_point)) * along(q.float_scale())
     return values.reshape(q.stored_shape).transpose(q.storage_axes())
 
 
