@@ -123,7 +123,7 @@ double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gp
   }
   constexpr double kFloats = 128;  // operations on outputs that an SM starts in a cycle
   Costs const costs = costs_of(i, gpu);
-  constexpr double kParts = 1500, kSum = 0.04;  // cycles to meet the other parts of K, and to send them a sum
+  constexpr double kParts = 4500, kSum = 0.04;  // cycles to meet the other parts of K, and to send them a sum
   double const blocks = double(tiles_of(i, p)) * i.parts;
   double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
   double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(blocks / gpu.sm_count));  // those of K lie apart

@@ -14,6 +14,8 @@
 //   empty[stage]        kMathWarps                              the load warp, from the second turn on
 //   terms_full[slot]    those of each of their lanes' copies    math warps
 //   terms_empty[slot]   kMathWarps                              the three warps, from the second turn on
+//   added               kMathWarps, 1 for the expected bytes,   math warps: the sums of all parts of K are there (one
+//                       and the bytes of the parts' sums        phase)
 //
 // Stages of the last turn are not released: nothing is loaded into them again.
 //
@@ -63,7 +65,7 @@ struct ConfigSm90 {
     alignas(1024) uint8_t down[kStages][kDown * kStep];
     alignas(1024) uint8_t across[kStages][Across * kStep];
     alignas(16) Terms terms[kSlots];
-    uint64_t full[kStages], empty[kStages], terms_full[kSlots], terms_empty[kSlots];
+    uint64_t full[kStages], empty[kStages], terms_full[kSlots], terms_empty[kSlots], added;
   };
   // Of sums on their way out: the stores of fragments hit distinct banks.
   static constexpr int kPitch = kDown + 4;
@@ -160,6 +162,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       Empty::init(&shared.terms_full[s], kTermsThreads);
       Empty::init(&shared.terms_empty[s], kMathWarps);
     }
+    if (C::kSplitsK) Full::init(&shared.added, kMathWarps + 1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -321,14 +324,19 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     each_sum([&](int across, int down, float sum) { sums_of_tile[across * C::kPitch + down] = sum; });
     sync_math<C::kMathThreads>();
   } else {
+    if (threadIdx.x == 0) Full::arrive_and_expect_tx(&shared.added, parts * rows * kDown * 4);
+    __syncwarp();
     sync_cluster();  // other blocks may be at their stages
     each_sum([&](int across, int down, float sum) {
       if (across >= tile_m) return;
       int const adder = across / rows_of_part, of_adder = across - adder * rows_of_part;
       float* const to = &sums_of_tile[(part * rows_of_part + of_adder) * C::kPitch + down];
-      store_to_cluster(set_block_rank(cast_smem_ptr_to_uint(to), adder), sum);
+      store_shared_remote(__float_as_uint(sum), cast_smem_ptr_to_uint(to), cast_smem_ptr_to_uint(&shared.added), adder);
     });
-    sync_stores_of_cluster();
+    __syncwarp();
+    if (elect_one_sync()) Full::arrive(&shared.added);
+    Full::wait(&shared.added, 0);
+    asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
   }
   cudaGridDependencySynchronize();  // the bias is next
   FullOutput const output = p.output.at(l);

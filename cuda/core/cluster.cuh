@@ -18,11 +18,7 @@ __device__ inline void sync_stores_of_cluster() {
   cute::cluster_wait();
 }
 
-// What cute::set_block_rank gives as the place of another block's shared memory. (Stores that a barrier counts, of 4
-// bytes each as those of CUTLASS, took ten times as long: 26 us for 64 KB of each of two blocks on an H200.)
-__device__ inline void store_to_cluster(uint32_t place, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(place), "f"(value) : "memory");
-}
+// To what cute::set_block_rank gives as a place in another block's shared memory.
 __device__ inline void store_to_cluster(uint32_t place, float4 values) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place), "f"(values.x), "f"(values.y),
                "f"(values.z), "f"(values.w)

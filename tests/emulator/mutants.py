@@ -499,7 +499,7 @@ MUTANTS = [
     ),
     Mutant("blocks by wgmma: whole stores everywhere", WGMMA_OF_BLOCKS, "problem.stores_whole()", "true"),
     Mutant("blocks by wgmma: parts are sent to stages in use", WGMMA_OF_BLOCKS, "    sync_cluster();"),
-    Mutant("blocks by wgmma: parts are added before they come", WGMMA_OF_BLOCKS, "    sync_stores_of_cluster();\n"),
+    Mutant("blocks by wgmma: parts are added before they come", WGMMA_OF_BLOCKS, "    Full::wait(&shared.added, 0);\n"),
     Mutant(
         "blocks by wgmma: the last part misses a slot",
         WGMMA_OF_BLOCKS,
