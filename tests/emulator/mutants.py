@@ -280,7 +280,7 @@ MUTANTS = [
     ),
     Mutant("direct: all bytes of a scale's word", DIRECT, "inside ? before + bytes : 0", "4"),
     Mutant("direct: a scale is at the beginning of its word", DIRECT, " >> (where >> bit) % 4 * 8", ""),
-    Mutant("direct: x that stays of one step", DIRECT, "} else if (is_first_) {", "} else if (is_first_ && step_ == 0) {"),
+    Mutant("direct: x that stays of one step", DIRECT, "(is_first_) {", "(is_first_ && step_ == 0) {"),
     Mutant("direct: x that stays is all in one place", DIRECT, "copy_x(step_ * x_bytes_)", "copy_x(0)"),
     Mutant("direct: rows of x beyond M", DIRECT, "row < p_.m; row", "row < C::kTileM; row"),
     Mutant(
