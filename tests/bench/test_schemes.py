@@ -49,7 +49,7 @@ def test_the_report(bench, scheme, bits, capsys, tmp_path):
     [
         ("w8a8-block", "int8, blocks of 128", "block_scaled_mm", 8 * 256 + 4 * 8 * 2),
         ("fp8-block", "weights in tiles of 128 x 128", "block_scaled_mm", 8 * 256 + 4 * 2),
-        ("w4a8", "int4 weights, blocks of 128, int8 activations", "expanded_mm", 8 * 256 // 2 + 4 * 8 * 3),
+        ("w4a8", "int4 weights, blocks of 128, int8 activations", "expanded_mm", 8 * 256 // 2 + 8 * 2 + 4 * 8),
         ("w4a8-fp8", "blocks of 128, float8_e4m3fn activations", "block_scaled_mm", 8 * 256 // 2 + 4 * 8 * 2),
     ],
 )
