@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kLeastPerSm) few_rows_kernel(P
       prefetch_l2(p.b + l * p.b_batch_stride + int64_t(min(first_n + lane, p.n - 1)) * p.k + column);
     }
   }
-  begin_second();
+  begin_in_turn();
 
   float y[C::kTimes][C::kEach] = {};
   // Calls use(outputs, m, n) with those of the tile that lie side by side from there on.

@@ -299,6 +299,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   auto const add_parts = [&] {
     auto* const received = reinterpret_cast<float4*>(memory);  // [part][four sums of a thread][thread], for stages
     auto const place = [&](int of, int i) { return &received[(of * kCount + i) / 4 * 128 + threadIdx.x % 128]; };
+    __syncwarp();    // of lanes that a branch may have parted: sync_cluster is for whole warps
     sync_cluster();  // other blocks may be at their stages
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -469,8 +470,8 @@ cudaError_t launch_persistent(BlockQuantizedMm const& problem, Submit const& sub
   if (error != cudaSuccess) return error;
   error = make_boxes_of_results(problem, boxes_out);
   if (error != cudaSuccess) return error;
-  int const at_once =
-      kParts > 1 ? p.clusters : gpu->sms_in_clusters(C::kShare) / C::kShare;  // each has one tile of K's parts
+  // Blocks with a part of K have one tile.
+  int const at_once = kParts > 1 ? p.clusters : gpu->sms_in_clusters(C::kShare) / C::kShare;
   unsigned const blocks = unsigned(std::min(p.clusters, at_once) * C::kShare);
   return jax_qmm::launch(submit, shape_of_persistent<C, kParts>(blocks), persistent_kernel<C>, p, boxes_a, boxes_b,
                          boxes_out);

@@ -117,7 +117,7 @@ double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gp
     int const together = i.share * i.parts;
     double const tiles = std::ceil(double(clusters) * together / gpu.sms_in_clusters(together));
     double const stages = std::ceil(std::min<double>(groups * p.block, p.k) / 128);
-    double const sending = i.parts > 1 ? 3000 : 0;    // fitted to 30 times more
+    double const sending = i.parts > 1 ? 3000 : 0;    // cycles, as for 33 products that share K
     double const launches = i.parts > 1 ? tiles : 1;  // blocks with a part of K do not stay
     double const cycles = tiles * (tile + stages * stage + groups * block + sending);
     return std::max(launches * launch + cycles / gpu.clock, from_memory);

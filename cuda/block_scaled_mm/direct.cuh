@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) direct_kernel(Pa
     int const n = min(first_n + int(threadIdx.x) % 32, end_n - 1);
     prefetch_l2(p.w + l * p.w_batch_stride + int64_t(n) * p.row_bytes + first_k / 8 * C::kBits);
   }
-  begin_second();
+  begin_in_turn();
   StepsOfWarp<C> steps(p, l, first_n, end_n, first_k, end_k,
                        shared + C::kWarpsK * p.m * C::kSumsPitch * sizeof(float) + warp * p.warp_bytes);
 

@@ -27,7 +27,7 @@ __device__ inline void begin() {
 
 // The same, but the next kernel starts when those before this one are done. Where several blocks fit on an SM and grids
 // are small, blocks of more kernels than two at once would leave some SMs with two of one kernel and others with none.
-__device__ inline void begin_second() {
+__device__ inline void begin_in_turn() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_rows_kernel(Params p) {
   if (lane < kRows && warp * kTurn < p.k) {
     prefetch_l2(w + (int64_t(min(first_n + lane, p.n - 1)) * p.k + warp * kTurn) / 2);
   }
-  begin_second();
+  begin_in_turn();
 
   int32_t acc[kTiles][kEights][4] = {};
   for (int k = warp * kTurn; k < p.k; k += kWarps * kTurn) {
