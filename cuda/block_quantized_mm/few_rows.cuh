@@ -47,24 +47,25 @@ struct Config {
   static constexpr int kTileM = 8 * Eights, kTileN = 16 * Tiles, kLines = kTileM + kTileN;
   static_assert(BlockQuantizedMm::kShared % kTileN == 0, "rows of b of a tile share a scale, or none do");
   static constexpr int kVectors = ZeroPoints ? 3 : 1;  // of each line: scale, zero point, sums
+  using Accumulator = std::conditional_t<In == DType::kS8, int32_t, float>;
+  template <int kCount>
+  struct Blocks {
+    alignas(16) Accumulator sums[kCount][kTileM][kTileN + 4];  // padded: the fragments' stores hit distinct banks
+    alignas(16) float terms[kVectors][kCount][kLines + 4];
+  };
   // Blocks that are scaled at once, so many that each warp has a turn of them, and twice as many where they fit.
-  static constexpr int kBlockBytes = 4 * (kTileM * (kTileN + 4) + kVectors * (kLines + 4));
-  static constexpr bool kTwice = Of32 || 4 * Warps * kBlockBytes <= kStaticBytes;
+  static constexpr bool kTwice = Of32 || sizeof(Blocks<4 * Warps>) <= kStaticBytes;
   static constexpr int kBlocks = Quantizes ? 32 / Eights : (kTwice ? 4 : 2) * Warps;
   static constexpr int kOutputs = kTileM * kTileN;
   static constexpr int kEach = kOutputs >= 512 ? 4 : 1;  // outputs side by side that a thread scales
   static constexpr int kTimes = (kOutputs / kEach + kThreads - 1) / kThreads;
-  using Accumulator = std::conditional_t<In == DType::kS8, int32_t, float>;
   static constexpr int kLeastPerSm = !Quantizes ? 0 : Warps == 16 ? 1 : Tiles == 1 ? 3 : 2;  // blocks; 0 for any
   static constexpr int kColumns = kTurn * kBlocks;  // of a that are quantized at once
   struct Quantized {
     alignas(16) uint8_t a[kTileM][kColumns + (Of32 ? 32 : 64)];  // padded: loads of 8 rows hit distinct banks
   };
   struct Nothing {};
-  struct Shared : std::conditional_t<Quantizes, Quantized, Nothing> {
-    alignas(16) Accumulator sums[kBlocks][kTileM][kTileN + 4];  // padded: the fragments' stores hit distinct banks
-    alignas(16) float terms[kVectors][kBlocks][kLines + 4];
-  };
+  struct Shared : std::conditional_t<Quantizes, Quantized, Nothing>, Blocks<kBlocks> {};
 
   // XLA has an SM keep little L1 for kernels of its graphs that ask for shared memory when they are launched. Loads on
   // their way take room there: 28672 x 4096 with one row, 33 us on an H200, took 43.

@@ -30,6 +30,7 @@
 #include <algorithm>
 
 #include "block_quantized_mm/instances.h"
+#include "block_quantized_mm/parts_sm90.cuh"
 #include "block_quantized_mm/stages_sm90.cuh"
 #include "block_quantized_mm/sum.cuh"
 #include "block_quantized_mm/terms_sm90.cuh"
@@ -109,12 +110,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     TilePlace const place = place_in_bands(cluster, p.tiles_across, p.clusters_down);
     return Tile{place.l, (place.down * kShare + rank) * kTile, place.across * kTile};
   };
-  // The slots of terms, and so the columns, that this block has of K.
   int const parts = C::kSplitsK ? gridDim.y : 1, part = C::kSplitsK ? blockIdx.y : 0;
-  int const all_slots = (p.rounds - 1) / kBlocksOfSlot + 1;
-  int const first_slot = all_slots * part / parts, end_slot = all_slots * (part + 1) / parts;
-  int const rounds = min(p.rounds, end_slot * kBlocksOfSlot) - first_slot * kBlocksOfSlot;
-  int const steps = rounds * C::kBlock / kStep, first_column = first_slot * (kBlocksOfSlot * C::kBlock);
+  PartOfK const own(p.rounds, part, parts);
+  int const steps = own.blocks * C::kBlock / kStep, first_column = own.first_slot * (kBlocksOfSlot * C::kBlock);
   auto const each_tile = [&](auto f) {
     for (int cluster = first; cluster < p.clusters; cluster += stride) f(tile_of(cluster));
   };
@@ -179,7 +177,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     each_tile([&](Tile const& at) {
       RowsOfThread<C> const rows(p.a, p.b, p.groups, at, thread);
 #pragma unroll 1
-      for (int i = first_slot; i < end_slot; ++i, slot.advance()) {
+      for (int i = own.first_slot; i < own.end_slot; ++i, slot.advance()) {
         if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);
         asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
         int const first = i * kBlocksOfSlot;
@@ -292,52 +290,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (++of_slot == kBlocksOfSlot) release_terms();
   };
 
-  // Of a tile whose K blocks share, quarters are divided among them: half of the columns of a warpgroup's rows.
-  constexpr int kOfHalf = kCount / 2;
-  int const group = warp / 4;
-  auto const is_own = [&](int half) { return !C::kSplitsK || (2 * group + half) * parts / 4 == part; };
-  auto const add_parts = [&] {
-    auto* const received = reinterpret_cast<float4*>(memory);  // [part][four sums of a thread][thread], for stages
-    auto const place = [&](int of, int i) { return &received[(of * kCount + i) / 4 * 128 + threadIdx.x % 128]; };
-    __syncwarp();    // of lanes that a branch may have parted: sync_cluster is for whole warps
-    sync_cluster();  // other blocks may be at their stages
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int const owner = (2 * group + half) * parts / 4;
-      if (owner == part) continue;
-      float4* const own = place(part, half * kOfHalf);
-      uint32_t const to = set_block_rank(cast_smem_ptr_to_uint(own), owner);
-#pragma unroll
-      for (int i = 0; i < kOfHalf; i += 4) {
-        float const* const four = &total[half * kOfHalf + i];
-        store_to_cluster(to + i / 4 * 128 * sizeof(float4), make_float4(four[0], four[1], four[2], four[3]));
-      }
-    }
-    sync_stores_of_cluster();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!is_own(half)) continue;
-      float* const own = &total[half * kOfHalf];
-      float sum[kOfHalf] = {};
-#pragma unroll 1
-      for (int of = 0; of < parts; ++of) {
-        if (of == part) {
-#pragma unroll
-          for (int i = 0; i < kOfHalf; ++i) sum[i] += own[i];
-          continue;
-        }
-#pragma unroll
-        for (int i = 0; i < kOfHalf; i += 4) {
-          float4 const four = *place(of, half * kOfHalf + i);
-          sum[i] += four.x, sum[i + 1] += four.y, sum[i + 2] += four.z, sum[i + 3] += four.w;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kOfHalf; ++i) own[i] = sum[i];
-    }
-  };
-
   // Adds the bias, applies the activation, and writes a tile.
+  int const group = warp / 4;
+  QuartersOfTile const quarters{part, parts};
+  auto const writes = [&](int half) { return !C::kSplitsK || quarters.is_own(group, half); };
   bool const leads = threadIdx.x % 128 == 0;
   auto const sync_group = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
   auto const write = [&](Tile const& tile) {
@@ -364,19 +320,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       }
     }
     // By boxes, of rows of 128 bytes.
-    uint8_t* const own = shared.out[group];
+    uint8_t* const box = shared.out[group];
     auto const each_box = [&](auto columns, auto fill) {
       constexpr int kColumns = columns;
 #pragma unroll
       for (int column = 0; column < kTile; column += kColumns) {
-        if (!is_own(column / (kTile / 2))) continue;
+        if (!writes(column / (kTile / 2))) continue;
         if (leads) tma_store_wait<0>();
         sync_group();
         fill(&total[column / 2]);
         cutlass::arch::fence_view_async_shared();
         sync_group();
         if (!leads) continue;
-        SM90_TMA_STORE_3D::copy(&boxes_out, own, tile.first_n + column, tile.first_m + 64 * group, tile.l);
+        SM90_TMA_STORE_3D::copy(&boxes_out, box, tile.first_n + column, tile.first_m + 64 * group, tile.l);
         tma_store_arrive();
       }
     };
@@ -393,7 +349,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
             pairs[i] = PlainOutput{p.output.dtype}.round<uint32_t, 2>(two, two);
           }
           asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                           cast_smem_ptr_to_uint(own + line + (j + lane / 16 ^ lane % 8) * 16)),
+                           cast_smem_ptr_to_uint(box + line + (j + lane / 16 ^ lane % 8) * 16)),
                        "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
                        : "memory");
         }
@@ -403,7 +359,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 16; i += 2) {
           int const chunk = i / 4 * 2 + lane % 4 / 2, r = row % 64 + i / 2 % 2 * 8;
-          *reinterpret_cast<float2*>(own + r * kStep + (chunk ^ r % 8) * 16 + lane % 2 * 8) =
+          *reinterpret_cast<float2*>(box + r * kStep + (chunk ^ r % 8) * 16 + lane % 2 * 8) =
               make_float2(from[i], from[i + 1]);
         }
       });
@@ -426,11 +382,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     add(now);
   };
   each_tile([&](Tile const& tile) {
-    alternate(rounds, multiply, step, last);
+    alternate(own.blocks, multiply, step, last);
     if (of_slot > 0) release_terms();
     if constexpr (C::kSplitsK) {
-      add_parts();
-      if (!is_own(0) && !is_own(1)) return;
+      quarters.add(total, group, memory);  // in place of stages
+      if (!writes(0) && !writes(1)) return;
     }
     write(tile);
   });

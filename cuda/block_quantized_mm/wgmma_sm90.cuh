@@ -26,6 +26,7 @@
 #include <algorithm>
 
 #include "block_quantized_mm/instances.h"
+#include "block_quantized_mm/parts_sm90.cuh"
 #include "block_quantized_mm/stages_sm90.cuh"
 #include "block_quantized_mm/sum.cuh"
 #include "core/async_copy.cuh"
@@ -141,12 +142,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // What is multiplied, of which the last blocks and the end of the last stage may not be there: zeros.
   int const parts = C::kSplitsK ? gridDim.y : 1, part = C::kSplitsK ? blockIdx.y : 0;
-  int const all_slots = (p.groups - 1) / kBlocksOfSlot + 1;
-  int const first_slot = all_slots * part / parts, end_slot = all_slots * (part + 1) / parts;
-  int const groups = min(p.groups, end_slot * kBlocksOfSlot) - first_slot * kBlocksOfSlot;
-  int const rounds = (groups - 1) / C::kRound + 1, blocks = rounds * C::kRound;
+  PartOfK const own(p.groups, part, parts);
+  int const rounds = (own.blocks - 1) / C::kRound + 1, blocks = rounds * C::kRound;
   int const steps = C::kBlock >= kStep ? blocks * C::kStagesOfBlock : (blocks + 1) / 2;
-  int const first_column = first_slot * kBlocksOfSlot * C::kBlock;
+  int const first_column = own.first_slot * kBlocksOfSlot * C::kBlock;
 
   if (warp == kMathWarps && elect_one_sync()) {
     prefetch_tma_descriptor(&boxes_down);
@@ -188,7 +187,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       return;
     }
     Ring<C::kSlots> slot;
-    for (int i = first_slot; i < end_slot; ++i, slot.advance()) {
+    for (int i = own.first_slot; i < own.end_slot; ++i, slot.advance()) {
       if (slot.turn > 0) Empty::wait(&shared.terms_empty[slot.at], (slot.turn - 1) & 1);
       copy_terms<C>(p, threadIdx.x - C::kMathThreads - 32, l, first_down, first_across, i, shared.terms[slot.at]);
       cutlass::arch::cpasync_barrier_arrive_noinc(&shared.terms_full[slot.at]);

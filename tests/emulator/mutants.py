@@ -190,7 +190,9 @@ EXPANDED_WGMMA = "expanded_mm/wgmma_sm90.cu"
 WGMMA_OF_BLOCKS, STAGES_OF_BLOCKS, FEW_ROWS_OF_BLOCKS, QUANTIZE_ROWS = (
     f"block_quantized_mm/{name}.cuh" for name in ("wgmma_sm90", "stages_sm90", "few_rows", "quantize_rows")
 )
-BLOCKS_THAT_STAY, TERMS_OF_BLOCKS = (f"block_quantized_mm/{name}_sm90.cuh" for name in ("persistent", "terms"))
+BLOCKS_THAT_STAY, TERMS_OF_BLOCKS, PARTS_OF_BLOCKS = (
+    f"block_quantized_mm/{name}_sm90.cuh" for name in ("persistent", "terms", "parts")
+)
 BLOCK_SCALED, BLOCK_STEP, BLOCK_SOURCES, DEQUANTIZE, DIRECT = (
     f"block_scaled_mm/{name}.cuh" for name in ("kernel", "step", "sources", "dequantize", "direct")
 )
@@ -502,7 +504,7 @@ MUTANTS = [
     Mutant("blocks by wgmma: parts are added before they come", WGMMA_OF_BLOCKS, "    Full::wait(&shared.added, 0);\n"),
     Mutant(
         "blocks by wgmma: the last part misses a slot",
-        WGMMA_OF_BLOCKS,
+        PARTS_OF_BLOCKS,
         "all_slots * (part + 1) / parts",
         "all_slots / parts * (part + 1)",
     ),
@@ -539,21 +541,21 @@ MUTANTS = [
     ),
     Mutant(
         "blocks that stay: parts are sent to stages in use",
-        BLOCKS_THAT_STAY,
+        PARTS_OF_BLOCKS,
         "    sync_cluster();  // other blocks may be at their stages\n",
     ),
-    Mutant("blocks that stay: parts are added before they come", BLOCKS_THAT_STAY, "    sync_stores_of_cluster();\n"),
+    Mutant("blocks that stay: parts are added before they come", PARTS_OF_BLOCKS, "    sync_stores_of_cluster();\n"),
     Mutant(
         "blocks that stay: the last part misses a slot",
-        BLOCKS_THAT_STAY,
+        PARTS_OF_BLOCKS,
         "all_slots * (part + 1) / parts",
         "all_slots / parts * (part + 1)",
     ),
     Mutant(
         "blocks that stay: a quarter of a tile is another part's",
-        BLOCKS_THAT_STAY,
-        "(2 * group + half) * parts / 4 == part",
-        "2 * group * parts / 4 == part",
+        PARTS_OF_BLOCKS,
+        "return owner(group, half) == part;",
+        "return owner(group, 0) == part;",
     ),
     Mutant(
         "blocks that stay: the last stages of a tile are not released",
