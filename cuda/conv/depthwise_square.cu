@@ -26,7 +26,7 @@ struct Square {
   static constexpr int kLines = (Down - 1) * Stride + Taps, kColumns = (kAcross - 1) * Stride + Taps;  // of the image
   static constexpr int kWords = (kLines + 3) / 4;                          // of a column's pixels
   static constexpr int kPixels = kDown * kAcross, kResults = 4 * kPixels;  // of a tile
-  static constexpr int kBlocksPerSm = kColumns * kWords > 8 ? 3 : 5;
+  static constexpr int kBlocksPerSm = Taps == 3 ? 4 : 3;
 
   // What the threads of a block share: of four channels each.
   struct Shared {
@@ -100,43 +100,61 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm) depthwise_square_ke
   int const first_channel = first_of_block + 4 * of_four;
   if (own_tile >= apart || first_channel >= p.n) return;
   FullOutput const output = p.epilogue.output.at(l);
-  bool const has_zero_points = p.epilogue.azp.data != nullptr;
-#pragma unroll 1
-  for (int i = 0; i < p.tiles_of_thread; ++i) {
-    int tile = (int(blockIdx.x % p.blocks_of_entry) * p.tiles_of_thread + i) * apart + own_tile;
-    if (tile >= p.tiles) return;
-    int const image = p.tiles_of_image.divide(tile);
-    int const first_y = p.tiles_across.divide(tile) * C::kDown, first_x = tile * C::kAcross;
-    int32_t const zero_point = p.epilogue.azp.load(l, image);
-    float const scale_lhs = p.epilogue.scale_a.load(l, image);
 
-    // Of pixels outside of the image the nearest one inside is loaded, and then becomes the zero point.
-    uint32_t pixels[C::kColumns][C::kWords][4];
-    uint8_t const* const from = p.lhs + l * p.lhs_batch_stride + image * p.image_stride + first_channel;
-    uint32_t const outside = has_zero_points ? 0x01010101 * uint8_t(zero_point) : 0;
-    int const top = first_y * C::kStride - p.above, left = first_x * C::kStride - p.left;
+  // A tile's image and first pixel, and where its windows begin.
+  struct Place {
+    int image, y, x, top, left;
+  };
+  int const first_tile = int(blockIdx.x % p.blocks_of_entry) * p.tiles_of_thread * apart + own_tile;
+  auto const find = [&](int tile) {
+    Place at;
+    at.image = p.tiles_of_image.divide(tile);
+    at.y = p.tiles_across.divide(tile) * C::kDown, at.x = tile * C::kAcross;
+    at.top = at.y * C::kStride - p.above, at.left = at.x * C::kStride - p.left;
+    return at;
+  };
+  // Of pixels outside of the image the nearest one inside is loaded.
+  uint32_t pixels[C::kColumns][C::kWords][4];
+  auto const load_pixels = [&](Place const& at) {
+    uint8_t const* const from = p.lhs + l * p.lhs_batch_stride + at.image * p.image_stride + first_channel;
     unsigned column[C::kColumns];
 #pragma unroll
-    for (int x = 0; x < C::kColumns; ++x) column[x] = min(max(left + x, 0), p.width - 1) * p.n;
+    for (int x = 0; x < C::kColumns; ++x) column[x] = min(max(at.left + x, 0), p.width - 1) * p.n;
+#pragma unroll
+    for (int y = 0; y < 4 * C::kWords; ++y) {
+      int const nearest = min(max(at.top + min(y, C::kLines - 1), 0), p.height - 1);
+      uint8_t const* const line = from + unsigned(nearest) * p.line_stride;
+#pragma unroll
+      for (int x = 0; x < C::kColumns; ++x) {
+        pixels[x][y / 4][y % 4] = *reinterpret_cast<uint32_t const*>(line + column[x]);
+      }
+    }
+  };
+  if (first_tile >= p.tiles) return;
+  Place at = find(first_tile);
+  load_pixels(at);
+#pragma unroll 1
+  for (int turn = 1;; ++turn) {
+    int32_t const zero_point = p.epilogue.azp.load(l, at.image);
+    float const scale_lhs = p.epilogue.scale_a.load(l, at.image);
+
+    // Bytes of four pixels below each other; of those outside the zero point.
+    uint32_t const outside = p.epilogue.azp.data != nullptr ? 0x01010101 * uint8_t(zero_point) : 0;
 #pragma unroll
     for (int w = 0; w < C::kWords; ++w) {
-      uint8_t const* line[4];
       uint32_t has_lines = 0;  // a byte for each
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        int const y = top + min(4 * w + j, C::kLines - 1);
-        line[j] = from + unsigned(min(max(y, 0), p.height - 1)) * p.line_stride;
+        int const y = at.top + min(4 * w + j, C::kLines - 1);
         has_lines |= unsigned(y) < unsigned(p.height) ? 0xffu << 8 * j : 0;
       }
 #pragma unroll
       for (int x = 0; x < C::kColumns; ++x) {
         uint32_t words[4];
+        transpose(pixels[x][w], words);
+        uint32_t const inside = unsigned(at.left + x) < unsigned(p.width) ? has_lines : 0, rest = outside & ~inside;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) words[j] = *reinterpret_cast<uint32_t const*>(line[j] + column[x]);
-        transpose(words, pixels[x][w]);
-        uint32_t const inside = unsigned(left + x) < unsigned(p.width) ? has_lines : 0, rest = outside & ~inside;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) pixels[x][w][c] = pixels[x][w][c] & inside | rest;
+        for (int c = 0; c < 4; ++c) pixels[x][w][c] = words[c] & inside | rest;
       }
     }
 
@@ -167,20 +185,29 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm) depthwise_square_ke
       }
     }
 
-    // Calls f with each pixel of the tile that is there, and how many results lie before its first one.
+    Place const present = at;
+    int const next = first_tile + turn * apart;
+    bool const is_last = turn == p.tiles_of_thread || next >= p.tiles;
+    if (!is_last) {  // these loads are on their way while results are made of the sums
+      at = find(next);
+      load_pixels(at);
+    }
+
+    // Calls f with each pixel of the tile, whether it is there, and how many results lie before its first one.
     auto const each_pixel = [&](auto f) {
-      int const first = (image * p.pixels_down + first_y) * p.pixels_across + first_x;
+      int const first = (present.image * p.pixels_down + present.y) * p.pixels_across + present.x;
+      int64_t const at = int64_t(first) * p.n + first_channel;
 #pragma unroll
       for (int i = 0; i < C::kPixels; ++i) {
         int const y = i / C::kAcross, x = i % C::kAcross;
-        bool const there = first_y + y < p.pixels_down && first_x + x < p.pixels_across;
-        if (there) f(i, int64_t(first + y * p.pixels_across + x) * p.n + first_channel);
+        bool const there = present.y + y < p.pixels_down && present.x + x < p.pixels_across;
+        f(i, there, at + unsigned(y * p.pixels_across + x) * unsigned(p.n));
       }
     };
     if (p.epilogue.sums_a.data != nullptr) {
-      each_pixel([&](int i, int64_t at) {
+      each_pixel([&](int i, bool there, int64_t at) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
+        for (int c = 0; there && c < 4; ++c) {
           Terms<true, Value> of_window{};
           of_window.sums_a = p.epilogue.sums_a.load(l, int(at) + c), of_window.azp_b = terms[c].azp_b;
           sums[4 * i + c] = subtract_zero_points(sums[4 * i + c], of_window);
@@ -197,7 +224,10 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm) depthwise_square_ke
       };
       Pixels const results = output.template round<Pixels, C::kResults>(values, sums);
       auto* const out = reinterpret_cast<uint8_t*>(p.out) + sizeof(Pixel) / 4 * l * p.out_batch_stride;
-      each_pixel([&](int i, int64_t at) { *reinterpret_cast<Pixel*>(out + sizeof(Pixel) / 4 * at) = results.of[i]; });
+      each_pixel([&](int i, bool there, int64_t at) {
+        auto* const pixel = reinterpret_cast<Pixel*>(out + sizeof(Pixel) / 4 * at);
+        if (there) *pixel = results.of[i];
+      });
     };
     switch (bytes_of(output.dtype)) {
       case 1:
@@ -209,6 +239,7 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm) depthwise_square_ke
       default:
         write(uint4());
     }
+    if (is_last) return;
   }
 }
 
@@ -225,12 +256,11 @@ cudaError_t launch(Conv const& problem, Submit const& submit) {
   Window const window(problem);
   int const down = int(ceil_div(problem.pixels[1], C::kDown)), across = int(ceil_div(problem.pixels[2], C::kAcross));
   int const tiles = problem.images * down * across;
-  // As many tiles of a thread as leave several blocks to each place on the GPU: weights are loaded once for all.
-  int const blocks_n = int(ceil_div(problem.n, 4 * threads));
-  double const places = double(gpu->sm_count) * C::kBlocksPerSm * kThreads;
-  double const to_do = double(tiles) * threads * blocks_n * problem.batch;
-  int const tiles_of_thread = int(std::clamp(to_do / (4 * places), 1.0, 4.0));
-  unsigned const blocks = unsigned(ceil_div(tiles, int64_t(tiles_of_thread) * (kThreads / threads)));
+  // All blocks are resident at once, so that of a thread's tiles the first one's pixels alone are waited for.
+  int const blocks_n = int(ceil_div(problem.n, 4 * threads)), apart = kThreads / threads;
+  int64_t const resident = int64_t(gpu->sm_count) * C::kBlocksPerSm * apart;
+  int const tiles_of_thread = int(std::max<int64_t>(1, ceil_div(int64_t(tiles) * blocks_n * problem.batch, resident)));
+  unsigned const blocks = unsigned(ceil_div(tiles, int64_t(tiles_of_thread) * apart));
   Params const params{static_cast<uint8_t const*>(problem.a),
                       static_cast<uint8_t const*>(problem.b),
                       problem.out,

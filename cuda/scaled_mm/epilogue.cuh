@@ -102,7 +102,9 @@ struct OutputArg<true> {
       reach = (fabsf(float(zero_point)) <= 0x1p21f ? 0x1p22f : 0x1p40f) * fabsf(scale);
     }
     auto const within = [&](float bound) { return fminf(fmaxf(bound, -reach), reach); };
-    return {dtype, activation, within(low), within(high), divisor, float(zero_point)};
+    bool const is_curve = activation == Activation::kGelu || activation == Activation::kSilu;
+    bool const is_usual = dtype == DType::kS8 && !is_curve && zero_point == 0 && divisor.factor == 1;
+    return {dtype, activation, within(low), within(high), divisor, float(zero_point), is_usual};
   }
   __device__ FullOutput at(int l) const { return of(scale.load(l, 0), zero_point.load(l, 0)); }
 };

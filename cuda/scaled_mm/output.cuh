@@ -77,33 +77,38 @@ struct FullOutput {
   float low, high;  // between which a clamp keeps its results, and quotients are kept in reach of `divide`
   quantize::AnyDivisor scale;
   float zero_point;
+  bool is_usual;  // int8 without a curve or a zero point, by a scale whose factor is 1: all these divide quickly
 
   template <class Out, int N, class Values, class Sums>
   __device__ Out round(Values const& values, Sums const& sums) const {
     float y[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) y[i] = values[i];
-    if (activation == Activation::kGelu || activation == Activation::kSilu) activate(y);
-    if (sizeof(Out) == N || activation == Activation::kClamp) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) y[i] = quantize::max_nan(quantize::min_nan(y[i], high), low);
-    }
     if constexpr (sizeof(Out) == N) {
-      divide(y);
       uint32_t words[(N + 3) / 4];
-      if (dtype == DType::kF8E4M3) {
-        convert_all<quantize::Kind::kFp8, true>(words, y);
-      } else if (zero_point == 0) {
+      if (is_usual) {  // in one piece, as few warps wait long at each branch
+        clamp(y);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] = scale.of.divide_quickly<true>(y[i]);
         convert_all<quantize::Kind::kInt8, true>(words, y);
-      } else if (fabsf(zero_point) <= 0x1p21f) {
-        convert_all<quantize::Kind::kInt8ZeroPoint, true>(words, y);
       } else {
-        convert_all<quantize::Kind::kInt8ZeroPoint, false>(words, y);
+        activate(y);
+        clamp(y);
+        divide(y);
+        if (dtype == DType::kF8E4M3) {
+          convert_all<quantize::Kind::kFp8, true>(words, y);
+        } else if (fabsf(zero_point) <= 0x1p21f) {
+          convert_all<quantize::Kind::kInt8ZeroPoint, true>(words, y);
+        } else {
+          convert_all<quantize::Kind::kInt8ZeroPoint, false>(words, y);
+        }
       }
       Out out;
       memcpy(&out, words, sizeof(Out));
       return out;
     } else {
+      activate(y);
+      if (activation == Activation::kClamp) clamp(y);
       return PlainOutput{dtype}.round<Out, N>(y, sums);
     }
   }
@@ -116,12 +121,19 @@ struct FullOutput {
  private:
   template <int N>
   __device__ void activate(float (&y)[N]) const {
+    if (activation != Activation::kGelu && activation != Activation::kSilu) return;
     constexpr float kLog2e = 1.4426950408889634f;
     constexpr float kOnce = -2.302208198144325f, kCubed = -0.1029432395800235f;
     bool const gelu = activation == Activation::kGelu;
     float const once = gelu ? kOnce : -kLog2e, cubed = gelu ? kCubed : 0.0f;
 #pragma unroll
     for (int i = 0; i < N; ++i) y[i] = logistic_product(y[i], once, cubed);
+  }
+
+  template <int N>
+  __device__ void clamp(float (&y)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = quantize::max_nan(quantize::min_nan(y[i], high), low);
   }
 
   // By the scale. Each branch is the same for all threads.

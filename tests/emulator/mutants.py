@@ -40,7 +40,13 @@ EXPANDED = "tests/ops/test_expanded_mm_gpu.py::{}"
 CONVS = "tests/ops/test_conv_gpu.py::{}"
 WEIGHTS_OF_WINDOWS = "tests/ops/test_weight_only_conv_gpu.py::{}"
 RESIDENT = "tests/ops/test_scaled_mm_epilogue_gpu.py::test_rows_that_stream_past_resident_columns[{}]"
+EIGHT_BITS = "tests/ops/test_scaled_mm_epilogue_gpu.py::test_8_bit_outputs_of_{}"
 TESTS = {
+    "8 bits": [
+        EIGHT_BITS.format("odd_values[float32-1e-40-bounds4-int8-0]"),
+        EIGHT_BITS.format("odd_values[float32-0.37-bounds0-int8-3]"),
+        EIGHT_BITS.format("activations_are_off_by_one_step_at_most[silu-silu-0]"),
+    ],
     "block scaled": [
         BLOCKS.format("test_rows_around_the_tiles[9-4]"),
         BLOCKS.format("test_blocks_and_zero_points[16-int8-bfloat16-4]"),
@@ -143,7 +149,13 @@ TESTS = {
     "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 148)],
     "squares": [
         CONVS.format(f"test_sums_of_squares[(127, None)-{name}]")
-        for name in ("3x3, 148 channels", "3x3 stride 2, uneven", "5x5", "7x7, small image")
+        for name in (
+            "3x3, 148 channels",
+            "3x3, several tiles of a thread",
+            "3x3 stride 2, uneven",
+            "5x5",
+            "7x7, small image",
+        )
     ],
     "expanded": [
         EXPANDED.format(f"test_shapes[{name}-1-9-33-2080-64-True]")
@@ -178,7 +190,7 @@ QUANTIZE, EPILOGUE, CONV = "quantize/kernels.cuh", "scaled_mm/epilogues_sm90.cuh
 WINDOWS, DEPTHWISE, SQUARES = (f"conv/{name}.cu" for name in ("wgmma_sm90", "depthwise", "depthwise_square"))
 SHORT_WINDOWS, RESIDUAL = "conv/short_window.cu", "conv/residual.cuh"
 MAIN_LOOP, WRITE_TILE, MULTISTAGE = (f"scaled_mm/{name}.cuh" for name in ("multistage", "write_tile", "gemm_sm80"))
-WRITE_ROWS = "scaled_mm/write_rows.cuh"
+WRITE_ROWS, OPERANDS = "scaled_mm/write_rows.cuh", "scaled_mm/epilogue.cuh"
 RESIDENT_B, RESIDENT_ROWS = "scaled_mm/resident.cuh", "scaled_mm/resident_sm90.cu"
 ADD_PARTS = "scaled_mm/split_k.cu"
 WEIGHTS, STREAMS, LAUNCH, WINDOWS_OF_WEIGHTS = (
@@ -388,6 +400,9 @@ MUTANTS = [
     Mutant("multistage: columns beyond the partial sums", MULTISTAGE, "if (n < pitch) *", "*"),
     Mutant("multistage: one row too many is added up", ADD_PARTS, "if (row >= p.rows ||", "if (row > p.rows ||"),
     Mutant("multistage: columns beyond the matrix are added up", ADD_PARTS, "if (n + v < p.n) to[v]", "to[v]"),
+    Mutant("8 bits: quickly by every scale", OPERANDS, " && divisor.factor == 1", ""),
+    Mutant("8 bits: quickly without a zero point", OPERANDS, " && zero_point == 0", ""),
+    Mutant("8 bits: quickly without a curve", OPERANDS, " && !is_curve", ""),
     Mutant("conv: a line beyond the image", "conv/window.cuh", "unsigned(y) < image[1]", "unsigned(y) <= image[1]"),
     Mutant("conv: one pixel too many", CONV, "row < p.product.m ? row", "row <= p.product.m ? row"),
     Mutant("conv: the zero point of another image", CONV, "zero_point.load(at.l, image)", "zero_point.load(at.l, 0)"),
@@ -435,13 +450,23 @@ MUTANTS = [
     Mutant("depthwise: weights beyond the last tap", DEPTHWISE, "tap < p.taps && first", "first"),
     Mutant("depthwise: no barrier before what is shared is read", DEPTHWISE, "  __syncthreads();\n"),
     Mutant("depthwise: 16 channels everywhere", DEPTHWISE, "uintptr_t(p.n)) %", "0) %"),
-    Mutant("squares: one tile too many", SQUARES, "if (tile >= p.tiles) return;", "if (tile > p.tiles) return;"),
+    Mutant("squares: a thread too many", SQUARES, "if (first_tile >= p.tiles)", "if (first_tile > p.tiles)"),
+    Mutant("squares: a tile too many of a thread", SQUARES, " || next >= p.tiles", " || next > p.tiles"),
+    Mutant("squares: results where the next tile is", SQUARES, "(present.image *", "(at.image *"),
     Mutant("squares: channels beyond the last", SQUARES, " || first_channel >= p.n) return", ") return"),
     Mutant("squares: no barrier before what is shared is read", SQUARES, "  __syncthreads();\n"),
     Mutant("squares: pixels right of the image", SQUARES, "? has_lines : 0", "? has_lines : has_lines"),
-    Mutant("squares: lines below the image", SQUARES, "min(max(y, 0), p.height - 1)", "max(y, 0)"),
     Mutant(
-        "squares: results right of the last", SQUARES, "first_x + x < p.pixels_across", "first_x + x <= p.pixels_across"
+        "squares: lines below the image",
+        SQUARES,
+        "min(max(at.top + min(y, C::kLines - 1), 0), p.height - 1)",
+        "max(at.top + min(y, C::kLines - 1), 0)",
+    ),
+    Mutant(
+        "squares: results right of the last",
+        SQUARES,
+        "present.x + x < p.pixels_across",
+        "present.x + x <= p.pixels_across",
     ),
     Mutant("squares: weights of the line above", SQUARES, "4 * w + i - q * C::kStride", "4 * w + i"),
     Mutant("conv by wgmma: no wait for borders", WINDOWS, "has_borders ? shared.bordered : shared", "shared"),

@@ -85,7 +85,7 @@ SQUARES = {
     "3x3, 148 channels": square((3, 2), 3, 1, groups=148),
     "3x3, cut": square((9, 10), 3, 1, ((-1, 0), (-2, -1)), groups=4),
     "3x3, wide padding": square((2, 3), 3, 1, ((5, 4), (4, 6)), groups=20),
-    "3x3, many tiles": square((70, 66), 3, 1, groups=48, images=2),
+    "3x3, several tiles of a thread": square((70, 66), 3, 1, groups=48, images=-8),
     "3x3 stride 2": square((9, 12), 3, 2, groups=20, images=3),
     "3x3 stride 2, uneven": square((8, 7), 3, 2, ((0, 1), (2, -1)), groups=48),
     "5x5": square((9, 7), 5, 1, groups=20, images=3),
@@ -255,8 +255,8 @@ def test_sums_of_each_channel(on_reference, general, name, zero_points):
 
 @pytest.mark.parametrize("name", SQUARES)
 @pytest.mark.parametrize("zero_points", [(None, None), ("each", "each"), (127, None), (None, -128)], ids=str)
-def test_sums_of_squares(on_reference, name, zero_points):
-    c = SQUARES[name]
+def test_sums_of_squares(on_reference, gpu, name, zero_points):
+    c = of_gpu(SQUARES[name], gpu)
     lhs, rhs = operands(c, *zero_points)
     got = check(on_reference, c, lhs, rhs, kernel=f"depthwise {name.partition(',')[0]} int8", out_dtype=jnp.int32)
     np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))

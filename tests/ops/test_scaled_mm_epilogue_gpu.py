@@ -180,12 +180,16 @@ def test_activations_of_every_size_of_float(activation, exactly):
     assert_within(got[:-2], y[:-2], exactly, activation)
 
 
+@pytest.mark.parametrize("out_zero_point", [0, OUT_ZERO_POINT])
 @pytest.mark.parametrize("activation, exactly", [("silu", silu), ("gelu", gelu)])
-def test_8_bit_outputs_of_activations_are_off_by_one_step_at_most(extension, gpu, oracle, activation, exactly):
+def test_8_bit_outputs_of_activations_are_off_by_one_step_at_most(
+    extension, gpu, oracle, activation, exactly, out_zero_point
+):
     shape = (33, 272, 1040)
     a, b, vectors = operands(*shape, np.int8, np.int8)
+    vectors["out_zero_point"] = np.int32([[out_zero_point]])
     exact = exactly(float32_result(oracle, a[0], b[0], vectors).astype(np.float64))
-    steps = exact / OUT_SCALE + OUT_ZERO_POINT
+    steps = exact / OUT_SCALE + out_zero_point
     for words in choices(extension, gpu, *shape, np.int8, np.int8):
         got = call(a, b, vectors, np.int8, activation)[0]
         # Of the float result's error nothing is left but where it is next to the middle of two steps.
@@ -246,14 +250,14 @@ def test_empty_dimensions(oracle, shape, out_dtype):
     assert_same(call(a, b, vectors, out_dtype, "clamp", 0, 6)[0], want)
 
 
-@pytest.mark.parametrize("out_dtype", [np.int8, E4M3])
+@pytest.mark.parametrize("out_dtype, out_zero_point", [(np.int8, 0), (np.int8, 3), (E4M3, None)])
 @pytest.mark.parametrize(
     "dtype, out_scale, bounds",
     [(np.float32, scale, ()) for scale in (0.37, -2.0, 1e-30, 1e30, 1e-40, np.inf, np.nan, 0.0)]
     + [(np.float32, scale, bounds) for scale in (0.37, -2.0, 1e-40, 0.0) for bounds in ((-3, 5), (1e20, 1e30))]
     + [(dtype, scale, ()) for dtype in (BF16, np.float16) for scale in (0.37, 1e-7)],
 )
-def test_8_bit_outputs_of_odd_values(extension, gpu, out_dtype, out_scale, dtype, bounds):
+def test_8_bit_outputs_of_odd_values(extension, gpu, out_dtype, out_zero_point, out_scale, dtype, bounds):
     """Every step, ties between two, and what is no number, as quantizing the float result has them."""
     steps = np.concatenate([np.arange(-300, 300, 0.5), np.geomspace(1e-6, 1e8, 200), -np.geomspace(1e-6, 1e8, 200)])
     with np.errstate(all="ignore"):
@@ -263,8 +267,8 @@ def test_8_bit_outputs_of_odd_values(extension, gpu, out_dtype, out_scale, dtype
     shape = (2, len(y), 16)
     a, b = np.zeros((1, 2, 16), np.int8), np.zeros((1, len(y), 16), np.int8)
     vectors = {"bias": y[None], "out_scale": np.full((1, 1), out_scale)}
-    if out_dtype == np.int8:
-        vectors["out_zero_point"] = np.int32([[3]])
+    if out_zero_point is not None:
+        vectors["out_zero_point"] = np.int32([[out_zero_point]])
     want = np.broadcast_to(rounded(clamp(y, *bounds) if bounds else y, vectors, out_dtype), (2, len(y)))
     for words in choices(extension, gpu, *shape, np.int8, out_dtype):
         got = call(a, b, vectors, out_dtype, *(["clamp", *bounds] if bounds else []))[0]
