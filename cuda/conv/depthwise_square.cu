@@ -107,22 +107,22 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm) depthwise_square_ke
   };
   int const first_tile = int(blockIdx.x % p.blocks_of_entry) * p.tiles_of_thread * apart + own_tile;
   auto const find = [&](int tile) {
-    Place at;
-    at.image = p.tiles_of_image.divide(tile);
-    at.y = p.tiles_across.divide(tile) * C::kDown, at.x = tile * C::kAcross;
-    at.top = at.y * C::kStride - p.above, at.left = at.x * C::kStride - p.left;
-    return at;
+    Place found;
+    found.image = p.tiles_of_image.divide(tile);
+    found.y = p.tiles_across.divide(tile) * C::kDown, found.x = tile * C::kAcross;
+    found.top = found.y * C::kStride - p.above, found.left = found.x * C::kStride - p.left;
+    return found;
   };
   // Of pixels outside of the image the nearest one inside is loaded.
   uint32_t pixels[C::kColumns][C::kWords][4];
-  auto const load_pixels = [&](Place const& at) {
-    uint8_t const* const from = p.lhs + l * p.lhs_batch_stride + at.image * p.image_stride + first_channel;
+  auto const load_pixels = [&](Place const& of) {
+    uint8_t const* const from = p.lhs + l * p.lhs_batch_stride + of.image * p.image_stride + first_channel;
     unsigned column[C::kColumns];
 #pragma unroll
-    for (int x = 0; x < C::kColumns; ++x) column[x] = min(max(at.left + x, 0), p.width - 1) * p.n;
+    for (int x = 0; x < C::kColumns; ++x) column[x] = min(max(of.left + x, 0), p.width - 1) * p.n;
 #pragma unroll
     for (int y = 0; y < 4 * C::kWords; ++y) {
-      int const nearest = min(max(at.top + min(y, C::kLines - 1), 0), p.height - 1);
+      int const nearest = min(max(of.top + min(y, C::kLines - 1), 0), p.height - 1);
       uint8_t const* const line = from + unsigned(nearest) * p.line_stride;
 #pragma unroll
       for (int x = 0; x < C::kColumns; ++x) {
@@ -131,12 +131,12 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm) depthwise_square_ke
     }
   };
   if (first_tile >= p.tiles) return;
-  Place at = find(first_tile);
-  load_pixels(at);
+  Place place = find(first_tile);
+  load_pixels(place);
 #pragma unroll 1
   for (int turn = 1;; ++turn) {
-    int32_t const zero_point = p.epilogue.azp.load(l, at.image);
-    float const scale_lhs = p.epilogue.scale_a.load(l, at.image);
+    int32_t const zero_point = p.epilogue.azp.load(l, place.image);
+    float const scale_lhs = p.epilogue.scale_a.load(l, place.image);
 
     // Bytes of four pixels below each other; of those outside the zero point.
     uint32_t const outside = p.epilogue.azp.data != nullptr ? 0x01010101 * uint8_t(zero_point) : 0;
@@ -145,14 +145,14 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm) depthwise_square_ke
       uint32_t has_lines = 0;  // a byte for each
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        int const y = at.top + min(4 * w + j, C::kLines - 1);
+        int const y = place.top + min(4 * w + j, C::kLines - 1);
         has_lines |= unsigned(y) < unsigned(p.height) ? 0xffu << 8 * j : 0;
       }
 #pragma unroll
       for (int x = 0; x < C::kColumns; ++x) {
         uint32_t words[4];
         transpose(pixels[x][w], words);
-        uint32_t const inside = unsigned(at.left + x) < unsigned(p.width) ? has_lines : 0, rest = outside & ~inside;
+        uint32_t const inside = unsigned(place.left + x) < unsigned(p.width) ? has_lines : 0, rest = outside & ~inside;
 #pragma unroll
         for (int c = 0; c < 4; ++c) pixels[x][w][c] = words[c] & inside | rest;
       }
@@ -185,12 +185,12 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm) depthwise_square_ke
       }
     }
 
-    Place const present = at;
+    Place const present = place;
     int const next = first_tile + turn * apart;
     bool const is_last = turn == p.tiles_of_thread || next >= p.tiles;
     if (!is_last) {  // these loads are on their way while results are made of the sums
-      at = find(next);
-      load_pixels(at);
+      place = find(next);
+      load_pixels(place);
     }
 
     // Calls f with each pixel of the tile, whether it is there, and how many results lie before its first one.

@@ -1,0 +1,52 @@
+"""Mutants of the quantizers (cuda/quantize), and the tests that must notice them."""
+
+from mutations.mutant import Mutant
+
+SUMS = "tests/ops/test_quantize_gpu.py::test_sums_of_what_shares_a_scale[float32-8200]"
+ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
+TESTS = {
+    "quantize": [*(ROWS.format(cols) for cols in (64, 100, 1000, 4096, 8200)), SUMS],
+}
+
+QUANTIZE = "quantize/kernels.cuh"
+MUTANTS = [
+    Mutant(
+        "quantize: one chunk too many is loaded",
+        QUANTIZE,
+        "if (i < count) chunks[j].load(x + f",
+        "chunks[j].load(x + f",
+    ),
+    Mutant("quantize: one chunk too many is stored", QUANTIZE, "if (i >= count) break;", "if (i > count) break;"),
+    Mutant(
+        "quantize: a short row too many is loaded",
+        QUANTIZE,
+        "if (i < count) chunks[j].load(x + i",
+        "chunks[j].load(x + i",
+    ),
+    Mutant(
+        "quantize: a short row too many is stored",
+        QUANTIZE,
+        "bool const is_there = i < count,",
+        "bool const is_there = true,",
+    ),
+    Mutant(
+        "quantize: the range of a part of a short row",
+        QUANTIZE,
+        "= lanes / 2; apart > 0; apart /= 2) {",
+        "= lanes / 4; apart > 0; apart /= 2) {",
+    ),
+    Mutant("quantize: one row too many", QUANTIZE, "if (row >= rows) return;", "if (row > rows) return;"),
+    Mutant(
+        "quantize: no barrier in the reduction", QUANTIZE, "    __syncthreads();\n    range = lane", "    range = lane"
+    ),
+    Mutant(
+        "quantize: idle warps' ranges too", QUANTIZE, "lane < blockDim.x / 32 ? warps[lane] : Range{}", "warps[lane]"
+    ),
+    Mutant(
+        "quantize: no barrier in the sums' reduction",
+        QUANTIZE,
+        "    __syncthreads();\n    sum = sum_of",
+        "    sum = sum_of",
+    ),
+    Mutant("quantize: one sum too many is cleared", QUANTIZE, "if (row < rows) of_rows", "if (row <= rows) of_rows"),
+]
