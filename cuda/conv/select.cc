@@ -44,23 +44,25 @@ bool runs_on(Gpu const& gpu, int instance) {
 // Seconds, as predicted from the description of the GPU. The constants of Hopper's kernels are fitted to their times in
 // benchmarks/h200/conv_kernels.csv.
 double estimate_wgmma(Instance const& i, Conv const& p, Gpu const& gpu) {
-  constexpr double kLaunch = 2060, kBlock = 6460;  // cycles of all blocks, and of each beside its stages
-  constexpr double kL2 = 53.5, kPixel = 3;  // bytes of L2 an SM gets in a cycle; cycles for each pixel of a stage
-  constexpr double kStage = 429, kRoundTrip = 2580;  // cycles that a stage takes at least, and to come
-  constexpr double kRate = 0.957;                    // of the peak
-  constexpr double kOutput = 0.364, kSend = 0.498;   // cycles for an output, and to send a sum to another block
+  // Cycles of all blocks, of each beside its stages, and more of two that share weights.
+  constexpr double kLaunch = 3470, kBlock = 1790, kPair = 3940;
+  constexpr double kL2 = 44.6, kPixel = 2.76;  // bytes of L2 an SM gets in a cycle; cycles for each pixel of a stage
+  constexpr double kStage = 418, kRoundTrip = 2140;  // cycles that a stage takes at least, and to come
+  constexpr double kRate = 0.894;                    // of the peak
+  constexpr double kOutput = 0.382, kSend = 0.314;   // cycles for an output, and to send a sum to another block
   double const outputs = double(i.tile_m) * i.tile_n;
   double const clusters = double(ceil_div(p.m, i.tile_m * i.share)) * double(ceil_div(p.n / p.groups, i.tile_n));
   double const blocks = clusters * i.share * i.parts * p.groups * p.batch;
   double const on_sm = std::min<double>(i.blocks_per_sm, std::ceil(blocks / gpu.sm_count));
-  double const waves = std::ceil(blocks / (gpu.sm_count * i.blocks_per_sm));
+  double const waves = std::ceil(blocks / (gpu.sms_in_clusters(i.share * i.parts) * i.blocks_per_sm));
   double const stages = double(ceil_div(ceil_div(p.channels, i.tile_k) * p.taps[1] * p.taps[2], i.parts));
   double const multiplying = outputs * i.tile_k * 2 / (kRate * gpu.peak / gpu.sm_count / gpu.clock);
   double const reading = std::max((i.tile_m + double(i.tile_n) / i.share) * i.tile_k / kL2, i.tile_m * kPixel);
   double const busy = std::max(multiplying, reading);
   double const waiting = std::max(kStage, kRoundTrip / (i.stages - 1));
-  double const alone = kBlock + stages * std::max(waiting, busy) + outputs * (kOutput + (i.parts > 1 ? kSend : 0));
-  return (kLaunch + waves * std::max(alone, on_sm * (stages * busy + outputs * kOutput))) / gpu.clock;
+  double const finish = outputs * (kOutput / i.parts + (i.parts > 1 ? kSend : 0));
+  double const alone = kBlock + (i.share > 1 ? kPair : 0) + stages * std::max(waiting, busy) + finish;
+  return (kLaunch + waves * std::max(alone, on_sm * (stages * busy + finish))) / gpu.clock;
 }
 
 // Those of portable kernels are fitted to 16 times on an H100 and 12 on an H200.

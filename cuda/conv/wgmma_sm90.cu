@@ -57,7 +57,7 @@ struct Config {
     alignas(1024) uint8_t a[kStages][kBytesA];
     alignas(1024) uint8_t b[kStages][kBytesB];
     Terms<true, Value> rows[TileM], columns[TileN];
-    uint64_t full[kStages], bordered[kStages], empty[kStages], met, added;
+    uint64_t full[kStages], bordered[kStages], empty[kStages], met;
   };
   static_assert(kStages >= 3);
   static_assert((TileM + 7) * kPitch * 4 <= kStages * (kBytesA + kBytesB), "sums take the place of the stages");
@@ -161,7 +161,6 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
       Empty::init(&shared.empty[s], share * kMathWarps);
     }
     Full::init(&shared.met, kThreads / 32);
-    Full::init(&shared.added, kMathWarps + 1);
     cutlass::arch::fence_barrier_init();
   }
   if (share > 1) {

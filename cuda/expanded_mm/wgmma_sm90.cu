@@ -53,7 +53,7 @@ struct Config {
     alignas(1024) uint8_t a[kStages][kBytesA];
     alignas(1024) uint8_t b[kStages][kBytesB];
     Terms<kFull, Value> rows[kTileM], columns[TileN];
-    uint64_t full[kStages], empty[kStages], met, added;
+    uint64_t full[kStages], empty[kStages], met;
   };
   static_assert(kStages > kAhead * Feeders);
   static_assert((kTileM + 7) * kPitch * 4 <= kStages * (kBytesA + kBytesB), "sums take the place of the stages");
@@ -97,7 +97,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       Empty::init(&shared.empty[s], kMathWarps);
     }
     Full::init(&shared.met, C::kThreads / 32);
-    Full::init(&shared.added, kMathWarps + 1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();

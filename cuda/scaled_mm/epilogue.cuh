@@ -103,7 +103,7 @@ struct OutputArg<true> {
     }
     auto const within = [&](float bound) { return fminf(fmaxf(bound, -reach), reach); };
     bool const is_curve = activation == Activation::kGelu || activation == Activation::kSilu;
-    bool const is_usual = dtype == DType::kS8 && !is_curve && zero_point == 0 && divisor.factor == 1;
+    bool const is_usual = !is_curve && zero_point == 0 && divisor.factor == 1;
     return {dtype, activation, within(low), within(high), divisor, float(zero_point), is_usual};
   }
   __device__ FullOutput at(int l) const { return of(scale.load(l, 0), zero_point.load(l, 0)); }

@@ -77,7 +77,7 @@ struct FullOutput {
   float low, high;  // between which a clamp keeps its results, and quotients are kept in reach of `divide`
   quantize::AnyDivisor scale;
   float zero_point;
-  bool is_usual;  // int8 without a curve or a zero point, by a scale whose factor is 1: all these divide quickly
+  bool is_usual;  // 8 bits without a curve or a zero point, by a scale whose factor is 1: all these divide quickly
 
   template <class Out, int N, class Values, class Sums>
   __device__ Out round(Values const& values, Sums const& sums) const {
@@ -90,7 +90,11 @@ struct FullOutput {
         clamp(y);
 #pragma unroll
         for (int i = 0; i < N; ++i) y[i] = scale.of.divide_quickly<true>(y[i]);
-        convert_all<quantize::Kind::kInt8, true>(words, y);
+        if (dtype == DType::kF8E4M3) {
+          convert_all<quantize::Kind::kFp8, true>(words, y);
+        } else {
+          convert_all<quantize::Kind::kInt8, true>(words, y);
+        }
       } else {
         activate(y);
         clamp(y);

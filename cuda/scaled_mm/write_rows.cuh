@@ -23,8 +23,8 @@ struct Parts {
 };
 
 // For all warps: waits until what the stages had is not needed any more, and no more data arrive there. Other blocks
-// write there if they add up parts of K, so that the whole cluster must be done. `Shared` has mbarriers for one phase:
-// `met` counts the warps, and `added` the math warps, one more, and the bytes of the parts' sums.
+// write there if they add up parts of K, so that the whole cluster must be done. `Shared` has an mbarrier for one phase,
+// `met`, which counts the warps.
 template <class C>
 __device__ void finish_stages(typename C::Shared& shared, Parts const& parts) {
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -32,18 +32,7 @@ __device__ void finish_stages(typename C::Shared& shared, Parts const& parts) {
   if (cute::elect_one_sync()) Barrier::arrive(&shared.met);
   Barrier::wait(&shared.met, 0);
   asm volatile("" ::: "memory");  // to the compiler, the wait alone changes no memory
-  if (parts.count > 1) {
-    if (threadIdx.x == 0) Barrier::arrive_and_expect_tx(&shared.added, parts.count * parts.rows * C::kTileN * 4);
-    __syncwarp();
-    sync_cluster();
-  }
-}
-
-// Two sums to another block of the cluster, whose mbarrier counts their bytes. Addresses are those of that block.
-__device__ inline void send(uint32_t to, uint32_t barrier, int32_t first, int32_t second) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.s32 [%0], {%1, %2}, [%3];" ::"r"(to),
-               "r"(first), "r"(second), "r"(barrier)
-               : "memory");
+  if (parts.count > 1) sync_cluster();
 }
 
 // For the math warps: stores their sums where they are added up, and waits for those of all parts. `places(i)` is the
@@ -52,7 +41,6 @@ __device__ inline void send(uint32_t to, uint32_t barrier, int32_t first, int32_
 template <class C, int kMathThreads, class Acc, class Places>
 __device__ void store_sums(typename C::Shared& shared, int32_t* partial, Parts const& parts, int tile_m, Acc const& acc,
                            Places const& places) {
-  using Barrier = cutlass::arch::ClusterTransactionBarrier;
   constexpr int kRows = C::kTileM / (kMathThreads / 4), kSums = C::kTileN / 4, kHalf = 2 * kSums;
   auto const each_row = [&](auto store) {
 #pragma unroll
@@ -72,19 +60,22 @@ __device__ void store_sums(typename C::Shared& shared, int32_t* partial, Parts c
     return;
   }
   unsigned const inverse = 0xffffffffu / parts.rows_of_each + 1;  // of the quotient of a small number
+  bool const is_odd = threadIdx.x % 2 == 1;
   each_row([&](int row, int column, auto sum) {
-    if (row >= tile_m) return;
     int const adder = __umulhi(row, inverse), of_adder = row - adder * parts.rows_of_each;
-    auto const there = [&](void* here) { return cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), adder); };
-    uint32_t const to = there(&partial[(parts.own * parts.rows_of_each + of_adder) * C::kPitch + column]);
-    uint32_t const added = there(&shared.added);
+    int32_t* const here = &partial[(parts.own * parts.rows_of_each + of_adder) * C::kPitch + column - column % 4];
+    uint32_t const to = cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), adder) + (is_odd ? 32 : 0);
+    // Of every 16 columns a lane has two sums of both halves, and gets its neighbour's for one of them.
 #pragma unroll
-    for (int i = 0; i < kSums; i += 2) send(to + i / 2 * 32, added, sum(i), sum(i + 1));
+    for (int i = 0; i < kSums; i += 4) {
+      int2 const own = is_odd ? make_int2(sum(i + 2), sum(i + 3)) : make_int2(sum(i), sum(i + 1));
+      int2 const other = is_odd ? make_int2(sum(i), sum(i + 1)) : make_int2(sum(i + 2), sum(i + 3));
+      int2 const got{__shfl_xor_sync(~0u, other.x, 1), __shfl_xor_sync(~0u, other.y, 1)};
+      int2 const first = is_odd ? got : own, last = is_odd ? own : got;
+      if (row < tile_m) store_to_cluster(to + i * 16, make_int4(first.x, first.y, last.x, last.y));
+    }
   });
-  __syncwarp();
-  if (cute::elect_one_sync()) Barrier::arrive(&shared.added);
-  Barrier::wait(&shared.added, 0);
-  asm volatile("" ::: "memory");
+  sync_stores_of_cluster();
 }
 
 template <class C, int kThreads, class Bits, class Params, class Output, class Add>

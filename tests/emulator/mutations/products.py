@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant("multistage: columns beyond the matrix are added up", ADD_PARTS, "if (n + v < p.n) to[v]", "to[v]"),
     Mutant("8 bits: quickly by every scale", OPERANDS, " && divisor.factor == 1", ""),
     Mutant("8 bits: quickly without a zero point", OPERANDS, " && zero_point == 0", ""),
-    Mutant("8 bits: quickly without a curve", OPERANDS, " && !is_curve", ""),
+    Mutant("8 bits: quickly without a curve", OPERANDS, "= !is_curve && zero", "= zero"),
     Mutant("resident: no wait for loads", RESIDENT_B, "      Full::wait(&shared.full[group][stage], phase);\n"),
     Mutant("resident: the phase stays", RESIDENT_B, "stage = 0, phase ^= 1;", "stage = 0;"),
     Mutant("resident: wrong parity of empty", RESIDENT_B, "(turn - 1) & 1", "turn & 1"),
