@@ -25,7 +25,7 @@ import jax_qmm
 from jax_qmm.ops import block_quantized_mm, checks
 from jax_qmm.reference import activation as activations, block_quantized_mm as blocks, scaled_mm as reference
 from jax_qmm.reference.quantize import quantize_dynamic, quantize_static, sums as sums_of
-from jax_qmm.selftest import FP8_TOLERANCE
+from jax_qmm.selftest.scaled_mm import FP8_TOLERANCE
 
 OUT_DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "int32")
 ACTIVATIONS = (None, None, "relu", "relu6", (-3.0, 5.0), "gelu", "silu")

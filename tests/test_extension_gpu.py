@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import jax_qmm
-from jax_qmm import _extension, selftest
+from jax_qmm import _extension
 from jax_qmm.ops import conv
 from jax_qmm.ops.conv_form import Window
 from jax_qmm.reference import activation, conv as conv_reference
+from jax_qmm.selftest.weight_only_conv import DILATION, PADDING, STRIDES, TAPS
 
 pytestmark = pytest.mark.gpu(not_emulated="the emulator has no CUDA graphs")
 
@@ -117,8 +118,8 @@ def test_a_recorded_call_keeps_its_kernel(extension, gpu):
 
 def test_a_program_chooses_other_kernels_as_its_buffers_move(extension, gpu):
     """Where XLA captured calls, as long as kernels were not recorded, it gave a kernel of before the new arguments."""
-    image, taps, images, channels, outputs = (7, 6), selftest.TAPS, 3, 16, 133
-    window = Window(selftest.STRIDES, selftest.PADDING, (1, 1), selftest.DILATION, 1)
+    image, taps, images, channels, outputs = (7, 6), TAPS, 3, 16, 133
+    window = Window(STRIDES, PADDING, (1, 1), DILATION, 1)
     rng = np.random.default_rng(0)
     int8 = lambda *shape: jnp.asarray(rng.integers(-128, 128, shape, np.int8))
     lhs, rhs = int8(images, *image, channels), int8(outputs, *taps, channels)

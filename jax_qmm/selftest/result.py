@@ -1,0 +1,37 @@
+"""What a check says of a kernel, and what several families of kernels share."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Result(NamedTuple):
+    """One kernel on one input.
+
+    Attributes:
+      op: what was computed, in words.
+      kernel: in words.
+      shape: of the input, in words.
+      wrong: how many elements of the result differ from the reference's by more than they may.
+    """
+
+    op: str
+    kernel: str
+    shape: str
+    wrong: int
+
+
+def by_each(restrict, words, run) -> Iterator[tuple[str, np.ndarray]]:
+    """What `run` gives by each of these kernels in words, with its words; `restrict` leaves only one to choose from."""
+    for each in words:
+        restrict(each)
+        try:
+            out = np.asarray(run())
+        finally:
+            restrict("")
+        yield each, out
+
+
+def bits(x):
+    return np.ascontiguousarray(x).view(f"u{x.itemsize}")
