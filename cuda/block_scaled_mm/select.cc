@@ -141,15 +141,18 @@ double estimate_time(Instance const& i, int split, BlockScaledMm const& p, Gpu c
 }
 
 // Seconds of the kernel that dequantizes the weights and of XLA's product, whose times are added; fitted likewise.
-// XLA's convolutions are several kernels: 19 layers on an H200 took 25 us longer than their multiplications.
+// XLA's convolutions are several kernels: 19 layers on an H200 took 25 us longer than their multiplications. A bias and
+// an activation are added to float32 sums that a product has written, and to rounded ones of a convolution.
 double estimate_dequantized(BlockScaledMm const& p, Gpu const& gpu) {
   double const launches = p.windows ? 25e-6 : 10e-6;
   double const weights = double(p.batch) * p.n * p.k, size = bytes_of(p.in);
   double const x = double(p.batch) * p.m * p.k * size, out = double(p.batch) * p.m * p.n * bytes_of(p.out_dtype);
   double const dequantizing = (double(p.batch) * p.n * p.row_bytes() + weights * size) / (0.7 * gpu.copy_rate);
   double const reading = (weights * size + x + out) / gpu.copy_rate;
+  bool const apart = p.bias.data != nullptr || p.activation != Activation::kNone;
+  double const adding = apart ? (p.windows ? 2 * out : double(p.batch) * p.m * p.n * 8) / gpu.copy_rate : 0;
   double const rate = p.in == DType::kF32 ? gpu.peak / 32 : gpu.peak / 2;  // of the peak of 8 bits
-  return launches + dequantizing + std::max(reading, 2 * weights * p.m / (0.8 * rate));
+  return launches + dequantizing + std::max(reading, 2 * weights * p.m / (0.8 * rate)) + adding;
 }
 
 struct Fastest {

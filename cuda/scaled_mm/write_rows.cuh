@@ -23,8 +23,8 @@ struct Parts {
 };
 
 // For all warps: waits until what the stages had is not needed any more, and no more data arrive there. Other blocks
-// write there if they add up parts of K, so that the whole cluster must be done. `Shared` has an mbarrier for one phase,
-// `met`, which counts the warps.
+// write there if they add up parts of K, so that the whole cluster must be done. `Shared` has an mbarrier for one
+// phase, `met`, which counts the warps.
 template <class C>
 __device__ void finish_stages(typename C::Shared& shared, Parts const& parts) {
   using Barrier = cutlass::arch::ClusterTransactionBarrier;

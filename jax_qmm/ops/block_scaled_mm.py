@@ -290,13 +290,15 @@ def _choice(operands, results, *, packed, **params):
     return f"{kernel}, {' and '.join(at_each_call)} at each call" if at_each_call else kernel
 
 
-def _product(operands, out_dtype, *, names, num_batch, qtype, block, **params):
+def _product(operands, out_dtype, *, names, num_batch, qtype, block, activation, **params):
     """What `BlockScaledMmProblem` is made of; None where shapes are symbolic."""
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
     m, count = math.prod(rows), math.prod(batch)
     if not all(isinstance(size, int) for size in (m, n, count)):
         return None
-    return m, n, k, count, str(operands[0].dtype), str(out_dtype), *weight_kind(names, operands, qtype, block)
+    dtypes = str(operands[0].dtype), str(out_dtype)
+    epilogue = has_epilogue(names, activation)
+    return m, n, k, count, *dtypes, *weight_kind(names, operands, qtype, block), None, epilogue
 
 
 def weight_kind(names, operands, qtype, block):
@@ -304,6 +306,11 @@ def weight_kind(names, operands, qtype, block):
     zero_point = dict(zip(names, operands[2:])).get("zero_point")
     zero_dtype = None if zero_point is None else "int8" if zero_point.dtype == jnp.int8 else "float32"
     return jnp.iinfo(qtype).bits, block, zero_dtype
+
+
+def has_epilogue(names, activation):
+    """Whether the sums are not the result yet."""
+    return "bias" in names or activation != activations.NONE
 
 
 # Batching

@@ -26,6 +26,7 @@ from jax_qmm.ops.block_scaled_mm import (
     OLDEST,
     block_scaled_mm,
     dequantized_by_kernel,
+    has_epilogue,
     jvp_of,
     packed_leaves,
     unserved_blocks,
@@ -289,7 +290,7 @@ def _has_float_zeros(operands, names):
     return zero_point is not None and zero_point.dtype != jnp.int8
 
 
-def _problem(operands, *, names, window, taps, qtype, block, out_dtype, **params):
+def _problem(operands, *, names, window, taps, qtype, block, activation, out_dtype, **params):
     """What `BlockScaledMmProblem` is made of; None where shapes are symbolic."""
     lhs, w, scale, *_ = operands
     *pixels, n = _out_shape(lhs, w, window, taps)
@@ -298,7 +299,8 @@ def _problem(operands, *, names, window, taps, qtype, block, out_dtype, **params
     block = _columns_of_a_scale(lhs, w, scale, taps, block)
     sizes = math.prod(pixels), n, math.prod(taps) * lhs.shape[-1], 1
     windows = lhs.shape[0], lhs.shape[-1], *window.in_kernels(lhs.shape[1:-1], taps, pixels[1:])
-    return *sizes, str(lhs.dtype), str(out_dtype), *weight_kind(names, operands, qtype, block), windows
+    dtypes, weights = (str(lhs.dtype), str(out_dtype)), weight_kind(names, operands, qtype, block)
+    return *sizes, *dtypes, *weights, windows, has_epilogue(names, activation)
 
 
 def _workspace(devices, operands, **params):
