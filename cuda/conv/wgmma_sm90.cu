@@ -14,8 +14,6 @@
 //   empty[stage]    kMathWarps of each block that shares      load warp, from the second turn on
 //                   the weights
 //   met             all warps: what the stages had is done    math warps (one phase)
-//   added           kMathWarps, 1 for the expected bytes,     math warps: the sums of all parts of K are there (one
-//                   and the bytes of the parts' sums          phase)
 //
 // The blocks of a cluster share weights, of which each loads some rows for all of them, or they share K: then each adds
 // up some pixels from all parts. Stages of the last turn are not released, as blocks that are done may have exited.
@@ -239,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   warpgroup_fence_operand(acc);
   finish_stages<C>(shared, parts);
   Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kTileM>, Int<kTileN>>{}));
-  store_sums<C, kMathThreads>(shared, partial, parts, tile_m, acc, places);
+  store_sums<C, kMathThreads>(partial, parts, tile_m, acc, places);
   write_rows<C, kMathThreads>(p, output, shared, partial, parts, l, first_m, first_n, end_n, added.at(l));
 }
 

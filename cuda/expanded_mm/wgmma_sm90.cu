@@ -10,7 +10,7 @@
 //   mbarrier        arrivals of a phase                               who waits
 //   full[stage]     1 and the bytes of a, a feeder's warps with int8  math warps
 //   empty[stage]    kMathWarps                                        feeders, from the second turn on
-//   met, added      see write_rows.cuh
+//   met             see write_rows.cuh
 #include <algorithm>
 
 #include "core/launch.cuh"
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   finish_stages<C>(shared, parts);
   auto* const partial = reinterpret_cast<int32_t*>(memory);
   Tensor places = thread.partition_C(make_identity_tensor(Shape<Int<kTileM>, Int<C::kTileN>>{}));
-  store_sums<C, kMathThreads>(shared, partial, parts, tile_m, acc, places);
+  store_sums<C, kMathThreads>(partial, parts, tile_m, acc, places);
   write_rows<C, kMathThreads>(p, p.epilogue.output.at(l), shared, partial, parts, l, first_m, first_n, p.n);
 }
 

@@ -39,8 +39,7 @@ __device__ void finish_stages(typename C::Shared& shared, Parts const& parts) {
 // row and the column of a sum. The code is short, as blocks run it once, at the speed of its way to the SM: a thread
 // has few rows, and in each of them two sums of every 8 columns.
 template <class C, int kMathThreads, class Acc, class Places>
-__device__ void store_sums(typename C::Shared& shared, int32_t* partial, Parts const& parts, int tile_m, Acc const& acc,
-                           Places const& places) {
+__device__ void store_sums(int32_t* partial, Parts const& parts, int tile_m, Acc const& acc, Places const& places) {
   constexpr int kRows = C::kTileM / (kMathThreads / 4), kSums = C::kTileN / 4, kHalf = 2 * kSums;
   auto const each_row = [&](auto store) {
 #pragma unroll
@@ -75,7 +74,7 @@ __device__ void store_sums(typename C::Shared& shared, int32_t* partial, Parts c
       if (row < tile_m) store_to_cluster(to + i * 16, make_int4(first.x, first.y, last.x, last.y));
     }
   });
-  sync_stores_of_cluster();
+  sync_stores_of_cluster();  // which the other warps, having ended, do not hold up
 }
 
 template <class C, int kThreads, class Bits, class Params, class Output, class Add>

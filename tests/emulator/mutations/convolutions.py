@@ -137,6 +137,6 @@ MUTANTS = [
     ),
     Mutant("conv by wgmma: shared weights of the first rows", WINDOWS, "first_n + first_b, entry", "first_n, entry"),
     Mutant("conv by wgmma: sums of one part", WRITE_ROWS, "part < parts.count; ++part", "part < 1; ++part"),
-    Mutant("conv by wgmma: parts are added before they come", WRITE_ROWS, "  sync_stores_of_cluster();\n"),
+    Mutant("conv by wgmma: parts are added before they come", WRITE_ROWS, "  sync_stores_of_cluster();"),
     Mutant("conv by wgmma: a lane sends its own sums", WRITE_ROWS, "first = is_odd ? got : own", "first = own"),
 ]
