@@ -8,7 +8,7 @@ and a thick one for their geometric mean.
 
 import argparse
 import csv
-import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,11 +33,11 @@ def read(paths: Iterable[Path]) -> Panels:
 
 def means(lines: Iterable[dict[int, float]]) -> dict[int, float]:
     """The geometric mean of all lines at each place."""
-    logarithms = defaultdict(list)
+    ratios = defaultdict(list)
     for line in lines:
         for x, ratio in line.items():
-            logarithms[x].append(math.log(ratio))
-    return {x: math.exp(sum(found) / len(found)) for x, found in sorted(logarithms.items())}
+            ratios[x].append(ratio)
+    return {x: statistics.geometric_mean(found) for x, found in sorted(ratios.items())}
 
 
 def draw(panels: Panels, title: str) -> Figure:

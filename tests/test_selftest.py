@@ -11,15 +11,6 @@ import pytest
 import jax_qmm
 from jax_qmm import __main__ as command_line, _extension, selftest
 from jax_qmm.ops import conv as conv_op
-from jax_qmm.selftest import (
-    block_quantized_mm,
-    block_scaled_mm,
-    conv,
-    expanded_mm,
-    quantize,
-    scaled_mm,
-    weight_only_conv,
-)
 from jax_qmm.selftest.result import Result
 
 GPU = types.SimpleNamespace(name="NVIDIA H200", arch=90, sm_count=1, prepare=lambda: None)
@@ -62,19 +53,21 @@ class Extension:
 @pytest.fixture
 def extension(monkeypatch):
     """The stand-in, and a few small inputs."""
-    monkeypatch.setattr(block_scaled_mm, "WEIGHT_BLOCKS", (64,))
-    monkeypatch.setattr(block_scaled_mm, "WEIGHT_K", 200)
-    monkeypatch.setattr(block_scaled_mm, "WEIGHT_ROWS", (3,))
-    monkeypatch.setattr(conv, "CONVOLUTIONS", ((4, 1, 3, *weight_only_conv.WINDOW),))
-    monkeypatch.setattr(conv, "CONV_KINDS", (("int32", True, None), ("int8", False, "int8")))
-    monkeypatch.setattr(block_quantized_mm, "BLOCK_KINDS", (("int8", 64, True, 1), ("float8_e4m3fn", 128, False, 128)))
-    monkeypatch.setattr(block_quantized_mm, "FLOAT_KINDS", (("int8", 64, False), ("float8_e4m3fn", 128, True)))
-    monkeypatch.setattr(block_quantized_mm, "BLOCK_K", 272)
-    monkeypatch.setattr(block_quantized_mm, "BLOCK_ROWS", (3,))
-    monkeypatch.setattr(scaled_mm, "PRODUCTS", ((17, 48), (3, 75)))
-    monkeypatch.setattr(quantize, "ARRAYS", ((2, 40),))
-    for family in (block_scaled_mm, weight_only_conv, block_quantized_mm, quantize):
-        monkeypatch.setattr(family, "FLOATS", ("float32",))
+    monkeypatch.setattr(selftest.block_scaled_mm, "WEIGHT_BLOCKS", (64,))
+    monkeypatch.setattr(selftest.block_scaled_mm, "WEIGHT_K", 200)
+    monkeypatch.setattr(selftest.block_scaled_mm, "WEIGHT_ROWS", (3,))
+    monkeypatch.setattr(selftest.conv, "CONVOLUTIONS", ((4, 1, 3, *selftest.weight_only_conv.WINDOW),))
+    monkeypatch.setattr(selftest.conv, "CONV_KINDS", (("int32", True, None), ("int8", False, "int8")))
+    monkeypatch.setattr(
+        selftest.block_quantized_mm, "BLOCK_KINDS", (("int8", 64, True, 1), ("float8_e4m3fn", 128, False, 128))
+    )
+    monkeypatch.setattr(selftest.block_quantized_mm, "FLOAT_KINDS", (("int8", 64, False), ("float8_e4m3fn", 128, True)))
+    monkeypatch.setattr(selftest.block_quantized_mm, "BLOCK_K", 272)
+    monkeypatch.setattr(selftest.block_quantized_mm, "BLOCK_ROWS", (3,))
+    monkeypatch.setattr(selftest.scaled_mm, "PRODUCTS", ((17, 48), (3, 75)))
+    monkeypatch.setattr(selftest.quantize, "ARRAYS", ((2, 40),))
+    for name in ("block_scaled_mm", "weight_only_conv", "block_quantized_mm", "quantize"):
+        monkeypatch.setattr(getattr(selftest, name), "FLOATS", ("float32",))
     return Extension()
 
 
@@ -93,14 +86,14 @@ def main(extension, monkeypatch):
 def only(monkeypatch, *tables):
     """Leaves of what is checked these tables alone."""
     for family, name in (
-        (scaled_mm, "KINDS"),
-        (block_scaled_mm, "WEIGHT_ZERO_POINTS"),
-        (weight_only_conv, "WEIGHT_ZERO_POINTS"),
-        (block_quantized_mm, "BLOCK_KINDS"),
-        (block_quantized_mm, "FLOAT_KINDS"),
-        (expanded_mm, "EXPANDED_ROWS"),
-        (conv, "CONVOLUTIONS"),
-        (quantize, "ARRAYS"),
+        (selftest.scaled_mm, "KINDS"),
+        (selftest.block_scaled_mm, "WEIGHT_ZERO_POINTS"),
+        (selftest.weight_only_conv, "WEIGHT_ZERO_POINTS"),
+        (selftest.block_quantized_mm, "BLOCK_KINDS"),
+        (selftest.block_quantized_mm, "FLOAT_KINDS"),
+        (selftest.expanded_mm, "EXPANDED_ROWS"),
+        (selftest.conv, "CONVOLUTIONS"),
+        (selftest.quantize, "ARRAYS"),
     ):
         if name not in tables:
             monkeypatch.setattr(family, name, ())
@@ -126,13 +119,14 @@ def test_every_kernel_runs_in_every_way(extension):
     results, failures = selftest.run(extension, GPU)
     assert failures == [] and not any(result.wrong for result in results)
     products = [result for result in results if result.op.startswith("scaled_mm")]
-    assert len(products) == len(scaled_mm.KINDS) * (3 + 1) and {result.kernel for result in products} == {*KERNELS}
+    assert len(products) == len(selftest.scaled_mm.KINDS) * (3 + 1)
+    assert {result.kernel for result in products} == {*KERNELS}
     weights = [result for result in results if result.op.startswith("block_scaled_mm")]
     assert [result.kernel for result in weights] == ["wide", "narrow"] * (2 * 3)  # bits, zero points
     convolutions = [result for result in results if result.op.startswith("conv")]
     assert [result.kernel for result in convolutions] == ["narrow", "wide"] * 2
     expanded = [result for result in results if result.op.startswith("expanded_mm")]
-    assert [result.kernel for result in expanded] == ["narrow", "wide"] * 2 * len(expanded_mm.EXPANDED_ROWS)
+    assert [result.kernel for result in expanded] == ["narrow", "wide"] * 2 * len(selftest.expanded_mm.EXPANDED_ROWS)
     blocks = [result for result in results if result.op.startswith("blocks on both sides")]
     assert [result.kernel for result in blocks] == ["narrow", "wide"] * (2 + 2)
     others = products, weights, convolutions, expanded, blocks
@@ -152,7 +146,7 @@ def test_a_wrong_kernel_is_found(extension, monkeypatch, kernel):
 def test_fp8_may_differ_as_tensor_cores_do_and_int8_not_at_all(extension, monkeypatch):
     only(monkeypatch, "KINDS")
     monkeypatch.setattr(
-        scaled_mm, "KINDS", (("int8", "float32", False, False), ("float8_e4m3fn", "float32", True, False))
+        selftest.scaled_mm, "KINDS", (("int8", "float32", False, False), ("float8_e4m3fn", "float32", True, False))
     )
     spoil(monkeypatch, extension, "generic", by=2.0**-8)
     results, _ = selftest.run(extension, GPU)
@@ -205,10 +199,10 @@ def test_a_wrong_convolution_is_found(extension, monkeypatch):
 
 def test_a_wrong_quantizer_is_found(extension, monkeypatch):
     only(monkeypatch, "ARRAYS")
-    op = jax_qmm.quantize
+    quantize = jax_qmm.quantize
 
     def spoiled(x, qtype, **options):
-        q = op(x, qtype, **options)
+        q = quantize(x, qtype, **options)
         if qtype == jnp.int8 and options.get("axis") == (1,):
             q = types.SimpleNamespace(qvalue=q.qvalue.at[1, 7].add(1), scale=q.scale, zero_point=q.zero_point)
         return q
@@ -271,10 +265,10 @@ def test_without_a_gpu_the_command_says_what_it_would_do(monkeypatch, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", scaled_mm.KINDS, ids=str)
+@pytest.mark.parametrize("kind", selftest.scaled_mm.KINDS, ids=str)
 def test_the_kernels_pass_scaled_mm(kind):
     kernels, _ = _extension._load()
-    results = [*scaled_mm.check_scaled_mm(kernels, _extension.gpu(), kind, 7, 272)]
+    results = [*selftest.scaled_mm.check_scaled_mm(kernels, _extension.gpu(), kind, 7, 272)]
     kernels.clear_scaled_mm_tuning()
     assert len(results) > 1 and [result for result in results if result.wrong] == []
 
@@ -284,51 +278,51 @@ def test_the_kernels_pass_scaled_mm(kind):
     ("dtype", "bits", "block"), [("bfloat16", 4, 64), ("float16", 8, 320), ("float16", 4, 384), ("float32", 4, 16)]
 )
 def test_the_kernels_pass_block_scaled_mm(dtype, bits, block, monkeypatch):
-    monkeypatch.setattr(block_scaled_mm, "WEIGHT_ROWS", (2, 67))
+    monkeypatch.setattr(selftest.block_scaled_mm, "WEIGHT_ROWS", (2, 67))
     kernels, _ = _extension._load()
-    results = [*block_scaled_mm.check_block_scaled_mm(kernels, _extension.gpu(), dtype, bits, "int32", block)]
+    results = [*selftest.block_scaled_mm.check_block_scaled_mm(kernels, _extension.gpu(), dtype, bits, "int32", block)]
     assert results or kernels.compiled_for(_extension.gpu().arch) < 80
     assert [result for result in results if result.wrong] == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", expanded_mm.EXPANDED_ROWS)
+@pytest.mark.parametrize("m", selftest.expanded_mm.EXPANDED_ROWS)
 def test_the_kernels_pass_expanded_mm(m):
     kernels, _ = _extension._load()
-    results = [*expanded_mm.check_expanded_mm(kernels, _extension.gpu(), m)]
+    results = [*selftest.expanded_mm.check_expanded_mm(kernels, _extension.gpu(), m)]
     assert results and [result for result in results if result.wrong] == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", block_quantized_mm.BLOCK_KINDS, ids=str)
+@pytest.mark.parametrize("kind", selftest.block_quantized_mm.BLOCK_KINDS, ids=str)
 def test_the_kernels_pass_block_quantized_mm(kind, monkeypatch):
-    monkeypatch.setattr(block_quantized_mm, "BLOCK_K", 272)
+    monkeypatch.setattr(selftest.block_quantized_mm, "BLOCK_K", 272)
     kernels, _ = _extension._load()
-    results = [*block_quantized_mm.check_block_quantized_mm(kernels, _extension.gpu(), *kind)]
+    results = [*selftest.block_quantized_mm.check_block_quantized_mm(kernels, _extension.gpu(), *kind)]
     assert results or kernels.compiled_for(_extension.gpu().arch) < 80
     assert [result for result in results if result.wrong] == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", block_quantized_mm.FLOAT_KINDS, ids=str)
+@pytest.mark.parametrize("kind", selftest.block_quantized_mm.FLOAT_KINDS, ids=str)
 def test_the_kernels_pass_quantizing_mm(kind, monkeypatch):
-    monkeypatch.setattr(block_quantized_mm, "BLOCK_K", 272)
+    monkeypatch.setattr(selftest.block_quantized_mm, "BLOCK_K", 272)
     kernels, _ = _extension._load()
-    results = [*block_quantized_mm.check_quantizing_mm(kernels, _extension.gpu(), "bfloat16", kind)]
+    results = [*selftest.block_quantized_mm.check_quantizing_mm(kernels, _extension.gpu(), "bfloat16", kind)]
     assert results or kernels.compiled_for(_extension.gpu().arch) < 80
     assert [result for result in results if result.wrong] == []
 
 
 @pytest.mark.gpu
 def test_the_kernels_pass_quantize():
-    assert [result for result in quantize.check_quantize(3, 1000) if result.wrong] == []
+    assert [result for result in selftest.quantize.check_quantize(3, 1000) if result.wrong] == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", conv.CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("sizes", selftest.conv.CONVOLUTIONS, ids=str)
 def test_the_kernels_pass_conv(sizes, monkeypatch):
-    monkeypatch.setattr(conv, "CONV_IMAGE", (7, 6))
+    monkeypatch.setattr(selftest.conv, "CONV_IMAGE", (7, 6))
     kernels, _ = _extension._load()
-    results = [*conv.check_conv(kernels, _extension.gpu(), *sizes)]
+    results = [*selftest.conv.check_conv(kernels, _extension.gpu(), *sizes)]
     assert results or kernels.compiled_for(_extension.gpu().arch) < 80
     assert [result for result in results if result.wrong] == []

@@ -18,13 +18,12 @@ __device__ inline void sync_stores_of_cluster() {
   cute::cluster_wait();
 }
 
+// To what cute::set_block_rank gives as a place in another block's shared memory.
 __device__ inline void store_to_cluster(uint32_t place, int4 values) {
   asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(values.x), "r"(values.y),
                "r"(values.z), "r"(values.w)
                : "memory");
 }
-
-// To what cute::set_block_rank gives as a place in another block's shared memory.
 __device__ inline void store_to_cluster(uint32_t place, float4 values) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place), "f"(values.x), "f"(values.y),
                "f"(values.z), "f"(values.w)

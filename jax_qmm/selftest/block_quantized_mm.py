@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax_qmm import _extension
 from jax_qmm.ops import block_quantized_mm
 from jax_qmm.reference import activation as activations, block_quantized_mm as blocks_reference
 from jax_qmm.selftest.quantize import FLOATS
-from jax_qmm.selftest.result import Result, by_each
+from jax_qmm.selftest.result import Checks, Result, by_each
 from jax_qmm.selftest.scaled_mm import FP8_TOLERANCE
 
 # Products with scales for blocks on both sides: dtype, block, whether a has zero points, rows of b that share scales.
@@ -29,7 +29,7 @@ FLOAT_KINDS = (("int8", 32, True), ("int8", 64, True), ("int8", 128, False), ("f
 FLOAT_ROWS = 11
 
 
-def checks(kernels, gpu) -> Iterator[tuple[str, Callable[[], Iterator[Result]]]]:
+def checks(kernels, gpu) -> Checks:
     """A check for each kind of product of quantized operands, then for each where a is float still, by name."""
     for kind in BLOCK_KINDS:
         check = functools.partial(check_block_quantized_mm, kernels, gpu, *kind)

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.selftest.quantize import FLOATS
-from jax_qmm.selftest.result import Result, by_each
+from jax_qmm.selftest.result import Checks, Result, by_each
 
 # Products with weights that are scaled in blocks: N and K ragged, M below and above what tiles have.
 WEIGHT_N, WEIGHT_K, WEIGHT_ROWS = 133, 1416, (1, 17, 131)
@@ -19,7 +19,7 @@ WEIGHT_BLOCKS = (16, 32, 64, 384)
 WEIGHT_ZERO_POINTS = (None, "int32", "float32")
 
 
-def checks(kernels, gpu) -> Iterator[tuple[str, Callable[[], Iterator[Result]]]]:
+def checks(kernels, gpu) -> Checks:
     """A check for each dtype with weights of each kind, by name."""
     for kind in itertools.product(FLOATS, (4, 8), WEIGHT_ZERO_POINTS, WEIGHT_BLOCKS):
         check = functools.partial(check_block_scaled_mm, kernels, gpu, *kind)

@@ -1,7 +1,7 @@
 """Convolutions of 8-bit operands."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax_qmm import _extension
 from jax_qmm.ops import conv
 from jax_qmm.ops.conv_form import Window
 from jax_qmm.reference import activation as activations, conv as conv_reference
-from jax_qmm.selftest.result import Result, bits, by_each
+from jax_qmm.selftest.result import Checks, Result, bits, by_each
 from jax_qmm.selftest.scaled_mm import OUT_ZERO_POINT
 from jax_qmm.selftest.weight_only_conv import PADDING, WINDOW
 
@@ -33,7 +33,7 @@ CONV_KINDS = (
 )
 
 
-def checks(kernels, gpu) -> Iterator[tuple[str, Callable[[], Iterator[Result]]]]:
+def checks(kernels, gpu) -> Checks:
     """A check for each size and window, by name."""
     for sizes in CONVOLUTIONS:
         yield f"conv {sizes}", functools.partial(check_conv, kernels, gpu, *sizes)

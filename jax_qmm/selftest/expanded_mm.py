@@ -1,7 +1,7 @@
 """Products of int8 rows with int4 weights that become int8."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ import numpy as np
 from jax_qmm import _extension
 from jax_qmm.ops.expanded_mm import expanded_mm
 from jax_qmm.selftest.block_scaled_mm import WEIGHT_N
-from jax_qmm.selftest.result import Result, by_each
+from jax_qmm.selftest.result import Checks, Result, by_each
 
 # Rows of x beside int4 weights that become int8: few, which all kernels of expanded_mm serve, and more than a tile's.
 EXPANDED_ROWS = (7, 133)
 EXPANDED_K = 1056  # the last block is short, as is the last turn of warps
 
 
-def checks(kernels, gpu) -> Iterator[tuple[str, Callable[[], Iterator[Result]]]]:
+def checks(kernels, gpu) -> Checks:
     """A check for each number of rows, by name."""
     for m in EXPANDED_ROWS:
         yield f"expanded_mm {m}", functools.partial(check_expanded_mm, kernels, gpu, m)

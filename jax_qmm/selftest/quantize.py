@@ -1,7 +1,7 @@
 """Arrays of floats that are quantized."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 import jax_qmm
 from jax_qmm.reference.quantize import quantize_dynamic, quantize_static
-from jax_qmm.selftest.result import Result, bits
+from jax_qmm.selftest.result import Checks, Result, bits
 
 # Shapes to quantize, with columns around the lengths at which the kernels change.
 ARRAYS = ((3, 1), (5, 31), (3, 1000), (2, 28672), (1, 131075))
@@ -20,7 +20,7 @@ SCALES = (("dynamic per row", (1,)), ("dynamic per tensor", (0, 1)), ("static", 
 STATIC_SCALE, STATIC_ZERO_POINT = 0.013, 5
 
 
-def checks(kernels, gpu) -> Iterator[tuple[str, Callable[[], Iterator[Result]]]]:
+def checks(kernels, gpu) -> Checks:
     """A check for each shape, by name."""
     for shape in ARRAYS:
         yield f"quantize {shape}", functools.partial(check_quantize, *shape)

@@ -1,6 +1,6 @@
 """What a check says of a kernel, and what several families of kernels share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,9 @@ class Result(NamedTuple):
     kernel: str
     shape: str
     wrong: int
+
+
+Checks = Iterator[tuple[str, Callable[[], Iterator[Result]]]]  # by name
 
 
 def by_each(restrict, words, run) -> Iterator[tuple[str, np.ndarray]]:

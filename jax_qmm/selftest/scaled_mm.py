@@ -1,7 +1,7 @@
 """Products of 8-bit operands, with the plain epilogue and the full one."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.reference import activation as activations, scaled_mm as reference
-from jax_qmm.selftest.result import Result, bits
+from jax_qmm.selftest.result import Checks, Result, bits
 from jax_qmm.tuning import Product
 
 # M and K of products, ragged in whatever a kernel tiles; rows of 75 bytes are aligned for the general kernel alone.
@@ -42,7 +42,7 @@ CLAMP, OUT_SCALE, OUT_ZERO_POINT = (-40.0, 30.0), 0.37, -9
 FP8_TOLERANCE = 2.0**-9
 
 
-def checks(kernels, gpu) -> Iterator[tuple[str, Callable[[], Iterator[Result]]]]:
+def checks(kernels, gpu) -> Checks:
     """A check for each kind of product with each M and K, by name."""
     for kind in KINDS:
         for m, k in PRODUCTS:

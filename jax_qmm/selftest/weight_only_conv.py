@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax_qmm import _extension
 from jax_qmm.ops.conv_form import Window
 from jax_qmm.selftest.block_scaled_mm import WEIGHT_ZERO_POINTS, of_weights
 from jax_qmm.selftest.quantize import FLOATS
-from jax_qmm.selftest.result import Result, by_each
+from jax_qmm.selftest.result import Checks, Result, by_each
 
 # Windows of convolutions; and where weights have blocks, which end within taps: the sizes of images, and outputs and
 # columns of a block for each number of channels. TMA brings images whose channels are multiples of 64.
@@ -23,7 +23,7 @@ TAPS, STRIDES, DILATION, PADDING = WINDOW = (3, 2), (2, 1), (1, 2), ((1, 2), (0,
 IMAGES, OF_CHANNELS = (3, 9, 7), {24: (133, 32), 192: (136, 128)}
 
 
-def checks(kernels, gpu) -> Iterator[tuple[str, Callable[[], Iterator[Result]]]]:
+def checks(kernels, gpu) -> Checks:
     """A check for each dtype of 16 bits with weights of each kind, by name."""
     for kind in itertools.product(FLOATS[1:], (4, 8), WEIGHT_ZERO_POINTS, OF_CHANNELS):
         check = functools.partial(check_weight_only_conv, kernels, gpu, *kind)
