@@ -201,7 +201,7 @@ void bind_block_scaled_mm(nb::module_& m) {
       .def(
           nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int bits,
                       int block, std::optional<std::string> const& zero_point, std::optional<WindowsOf> const& windows,
-                      bool epilogue) {
+                      bool ends_apart) {
             auto problem = sized<BlockScaledMm>(m, n, k, batch, out);
             if (windows) problem.windows = windows_of(*windows);
             problem.in = dtype(in);
@@ -209,16 +209,16 @@ void bind_block_scaled_mm(nb::module_& m) {
             problem.block = block;
             problem.workspace_bytes = kMostWorkspace;
             if (zero_point) problem.zero_point = {&problem, dtype(*zero_point)};  // any address: nobody reads there
-            if (epilogue) problem.bias.data = &problem;
+            if (ends_apart) problem.bias.data = &problem;
             return problem;
           }),
           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
           nb::arg("bits"), nb::arg("block"), nb::arg("zero_point"), nb::arg("windows") = nb::none(),
-          nb::arg("epilogue") = false,
+          nb::arg("ends_apart") = false,
           "Of x's dtype, the result's, and the zero points' (int8 or a float dtype), None without. Where rows of x are "
           "windows on images: how many, their channels, and of three axes sizes of the image, the window and the "
-          "result, strides, padding before the image, and dilation of the window. An epilogue is a bias or an "
-          "activation.")
+          "result, strides, padding before the image, and dilation of the window. It ends apart where XLA, given "
+          "dequantized weights, would take a pass of its own for a bias or an activation.")
       .def(
           "select",
           [](BlockScaledMm const& p, Gpu const& gpu) -> std::optional<std::string> {

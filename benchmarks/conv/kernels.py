@@ -40,7 +40,7 @@ def weight_only_problem_of(kernels, layer: convs.Layer, images: int):
     """Likewise of a layer with weights of 4 bits."""
     _, axes = window_of(layer)
     kind = "bfloat16", "bfloat16", 4, convs.block_of(layer), None
-    return kernels.BlockScaledMmProblem(*layer.shape(images), 1, *kind, (images, layer.channels, *axes), True)
+    return kernels.BlockScaledMmProblem(*layer.shape(images), 1, *kind, (images, layer.channels, *axes))
 
 
 def measure_layer(scheme: str, layer: convs.Layer, images: int, kernels, gpu):

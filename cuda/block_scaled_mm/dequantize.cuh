@@ -97,8 +97,8 @@ struct Dequantizer {
     uint32_t const zero = static_cast<int8_t>(zero_bits) + (1 << (kBits - 1));  // of the unsigned weights
     if constexpr (kIsBf16<T>) {
       scale *= 256;
-      if constexpr (kBits == 8) return {scale, 0x47000000 + zero};  // 2^15 as float32
-      return {scale, zero * 0x10001 + 0xbf00bf00};                  // -0.5, twice
+      if constexpr (kBits == 8) return {scale, round_pair(0 - zero / 256.0f, 0 - zero / 256.0f, T{})};
+      return {scale, zero * 0x10001 + 0xbf00bf00};  // -0.5, twice
     } else {
       return {scale, zero * 0x10001 + 0x64006400};  // 1024, twice
     }
@@ -108,15 +108,16 @@ struct Dequantizer {
   __device__ static void pairs(uint32_t word, Term const& first, Term const& second, uint32_t (&to)[kPairs]) {
     T const type{};
     if constexpr (kIsBf16<T> && kBits == 8) {
+      // A byte u under the sign and exponent of -0.5 is -(128 + u) / 256 below 128 and -2u / 256 from there on. Half of
+      // that, and what it lacks of -u / 256 where that is more than nothing, are exact.
+      constexpr uint32_t kHalf = 0x3f003f00, kMinusOne = 0xbf80bf80;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {  // the upper halves of the differences have all of their 8 bits
-        uint32_t difference[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float const f = __uint_as_float(__byte_perm(word, 0x47000000, 0x7550 | (2 * i + j)));
-          difference[j] = __float_as_uint(f - __uint_as_float(first.zero));
-        }
-        to[i] = __byte_perm(difference[0], difference[1], 0x7632);
+      for (int i = 0; i < 2; ++i) {
+        uint32_t const placed = __byte_perm(word, 0xbfbfbfbf, i == 0 ? 0x4140 : 0x4342);
+        uint32_t lacks, negative;
+        asm("fma.rn.relu.bf16x2 %0, %1, %2, %2;" : "=r"(lacks) : "r"(placed), "r"(kHalf));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(negative) : "r"(placed), "r"(kHalf), "r"(lacks));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(to[i]) : "r"(negative), "r"(kMinusOne), "r"(first.zero));
       }
     } else if constexpr (kIsBf16<T>) {
 #pragma unroll

@@ -297,8 +297,8 @@ def _product(operands, out_dtype, *, names, num_batch, qtype, block, activation,
     if not all(isinstance(size, int) for size in (m, n, count)):
         return None
     dtypes = str(operands[0].dtype), str(out_dtype)
-    epilogue = has_epilogue(names, activation)
-    return m, n, k, count, *dtypes, *weight_kind(names, operands, qtype, block), None, epilogue
+    apart = ends_apart(operands, names, activation, out_dtype)
+    return m, n, k, count, *dtypes, *weight_kind(names, operands, qtype, block), None, apart
 
 
 def weight_kind(names, operands, qtype, block):
@@ -308,9 +308,11 @@ def weight_kind(names, operands, qtype, block):
     return jnp.iinfo(qtype).bits, block, zero_dtype
 
 
-def has_epilogue(names, activation):
-    """Whether the sums are not the result yet."""
-    return "bias" in names or activation != activations.NONE
+def ends_apart(operands, names, activation, out_dtype):
+    """Whether what follows the sums takes XLA a pass of its own."""
+    bias = dict(zip(names, operands[2:])).get("bias")
+    fuses = (bias is None or bias.ndim == 1) and activations.fuses(operands[0].dtype, bias, activation, out_dtype)
+    return (bias is not None or activation != activations.NONE) and not fuses
 
 
 # Batching

@@ -26,7 +26,7 @@ from jax_qmm.ops.block_scaled_mm import (
     OLDEST,
     block_scaled_mm,
     dequantized_by_kernel,
-    has_epilogue,
+    ends_apart,
     jvp_of,
     packed_leaves,
     unserved_blocks,
@@ -47,7 +47,7 @@ def conv(form, lhs, rhs, bias, activation, out_dtype, precision):
     if form.window.is_product(taps) and form.batch_groups == 1 and not _packed_elsewhere(form, rhs):
         out, *_, channels = form.rhs_order
         w = rhs.transpose(form.rhs_order).reshape(rhs.shape[out], rhs.shape[channels])
-        bias = None if bias is None else bias.astype(jnp.float32)
+        bias = None if bias is None else bias.astype(bias.dtype if bias.dtype == out_dtype else jnp.float32)
         x = transposed(lhs, form.lhs_order)
         sharding = form.result_sharding(lhs, rhs, spatial=True)
         if sharding is not None and bias is not None:
@@ -129,11 +129,19 @@ def _taps_apart(taps, leaf):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def jax_qmm_dequantized_conv(form, activation, out_dtype, precision, lhs, rhs, bias):
     def of_floats(lhs, rhs, bias):
-        y = form.of_floats(lhs, rhs.dequantize(lhs.dtype), precision, None).astype(jnp.float32)
-        y = y if bias is None else y + form.along_channels(bias).astype(jnp.float32)
-        return activations.activate(y, activation).astype(out_dtype)
+        y = form.of_floats(lhs, rhs.dequantize(lhs.dtype), precision, None)
+        return _ended(y, None if bias is None else form.along_channels(bias), activation, out_dtype)
 
     return on_auto_axes(of_floats, form.out_sharding(lhs, rhs), lhs, rhs, bias)
+
+
+def _ended(y, bias, activation, out_dtype):
+    """The result, given that of XLA's convolution."""
+    if activations.fuses(y.dtype, bias, activation, out_dtype):
+        return activations.fused(y, bias, activation)
+    y = y.astype(jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return activations.activate(y, activation).astype(out_dtype)
 
 
 # The primitive: operands lhs (I, *S, C), w (O, *K, C) or its packed bytes, and the vectors that `names` lists: scale
@@ -210,7 +218,7 @@ def _columns_of_a_scale(lhs, w, scale, taps, block):
     return math.prod(taps) * lhs.shape[-1] if per_channel else _columns(lhs, w, taps)
 
 
-def _linear(
+def _of_floats(
     lhs,
     w,
     scale,
@@ -220,39 +228,37 @@ def _linear(
     window,
     taps,
     precision,
+    activation=activations.NONE,
+    out_dtype=jnp.float32,
     dequantize=products.dequantized,
     **weight,
 ):
-    """The convolution with weights in the dtype of lhs, as float32 with the bias."""
+    """The convolution by XLA, with weights in the dtype of lhs."""
     axes = (0, lhs.ndim - 1, *range(1, lhs.ndim - 1))
     numbers = jax.lax.ConvDimensionNumbers(axes, axes, axes)
 
     def of_floats(lhs, w, scale, zero_point, bias):
         dense = dequantize(w, scale, zero_point, k=_columns(lhs, w, taps), dtype=lhs.dtype, **weight)
         dense = dense.reshape(dense.shape[0], *taps, lhs.shape[-1])
-        y = jax.lax.conv_general_dilated(lhs, dense, *window[:4], numbers, precision=precision).astype(jnp.float32)
-        return y if bias is None else y + bias.astype(jnp.float32)
+        y = jax.lax.conv_general_dilated(lhs, dense, *window[:4], numbers, precision=precision)
+        return _ended(y, bias, activation, out_dtype)
 
     sharding = conv_form.result_sharding(jax.typeof(lhs), jax.typeof(w))
     return on_auto_axes(of_floats, sharding, lhs, w, scale, zero_point, bias)
 
 
-def _by_floats(lhs, w, *vectors, names, activation, out_dtype, **params):
-    y = _linear(lhs, w, **dict(zip(names, vectors)), **params)
-    return activations.activate(y, activation).astype(out_dtype)
-
-
-def _reference(lhs, *operands, **params):
+def _reference(lhs, w, *vectors, names, **params):
     """In float32, as kernels scale and sum."""
-    return _by_floats(lhs.astype(jnp.float32), *operands, **params)
+    return _of_floats(lhs.astype(jnp.float32), w, **dict(zip(names, vectors)), **params)
 
 
-def _by_xla_on_gpu(lhs, w, *vectors, packed, taps, block, **params):
+def _by_xla_on_gpu(lhs, w, *vectors, names, packed, taps, block, **params):
     params |= {"packed": packed, "taps": taps}
     if not packed:  # XLA reads these as fast as memory gives them
-        return _by_floats(lhs, w, *vectors, block=block, **params)
-    block = _columns_of_a_scale(lhs, w, vectors[0], taps, block)
-    return _by_floats(lhs, *_rows(w, *vectors), block=block, dequantize=dequantized_by_kernel, **params)
+        return _of_floats(lhs, w, **dict(zip(names, vectors)), block=block, **params)
+    params |= {"block": _columns_of_a_scale(lhs, w, vectors[0], taps, block), "dequantize": dequantized_by_kernel}
+    w, *vectors = _rows(w, *vectors)
+    return _of_floats(lhs, w, **dict(zip(names, vectors)), **params)
 
 
 def _unserved(platform, devices, operands, *, window, taps, block, **params):
@@ -300,7 +306,7 @@ def _problem(operands, *, names, window, taps, qtype, block, activation, out_dty
     sizes = math.prod(pixels), n, math.prod(taps) * lhs.shape[-1], 1
     windows = lhs.shape[0], lhs.shape[-1], *window.in_kernels(lhs.shape[1:-1], taps, pixels[1:])
     dtypes, weights = (str(lhs.dtype), str(out_dtype)), weight_kind(names, operands, qtype, block)
-    return *sizes, *dtypes, *weights, windows, has_epilogue(names, activation)
+    return *sizes, *dtypes, *weights, windows, ends_apart(operands, names, activation, out_dtype)
 
 
 def _workspace(devices, operands, **params):
@@ -338,8 +344,10 @@ def _batch(operands, dims, **params):
         out = weight_only_conv_p.bind(lhs.reshape(lhs.shape[0] * lhs.shape[1], *lhs.shape[2:]), *weights, **params)
         return out.reshape(*lhs.shape[:2], *out.shape[1:]), at
 
-    def jax_qmm_dequantized_conv(*operands):
-        return _by_floats(*operands, **params)
+    names = params.pop("names")
+
+    def jax_qmm_dequantized_conv(lhs, w, *vectors):
+        return _of_floats(lhs, w, **dict(zip(names, vectors)), **params)
 
     return jax.vmap(jax.jit(jax_qmm_dequantized_conv), in_axes=dims)(*operands), 0
 
@@ -380,4 +388,4 @@ OP = dispatch.Op(
 dispatch.register(weight_only_conv_p, OP)
 weight_only_conv_p.def_abstract_eval(_abstract_eval)
 batching.primitive_batchers[weight_only_conv_p] = _batch
-ad.primitive_jvps[weight_only_conv_p] = jvp_of(weight_only_conv_p, _linear)
+ad.primitive_jvps[weight_only_conv_p] = jvp_of(weight_only_conv_p, _of_floats)

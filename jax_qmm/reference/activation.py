@@ -55,6 +55,26 @@ def activate(y, activation):
     return y / (1 + jnp.exp(-_gelu_exponent(y))) if activation.name == "gelu" else y
 
 
+def fuses(dtype, bias, activation, out_dtype):
+    """Whether XLA for GPUs can add a bias, or None, and apply an activation within its product or convolution.
+
+    It can where all is bfloat16 and the activation is relu or none, written as `fused` has it; else both take a pass
+    over sums that are in memory. So it does with convolutions, and products that cuBLASLt computes (jaxlib 0.11.2).
+    """
+    dtypes = {jnp.dtype(dtype), jnp.dtype(out_dtype)} | (set() if bias is None else {jnp.dtype(bias.dtype)})
+    return dtypes == {jnp.dtype(jnp.bfloat16)} and activation in (NONE, NAMED["relu"])
+
+
+def fused(y, bias, activation):
+    """`activate(y + bias, activation)` of arrays that `fuses` is true of; a bias may be None. Zeros may have any sign.
+
+    >>> fused(jnp.bfloat16([-3, 1]), jnp.bfloat16([1, 1]), NAMED["relu"]).tolist()
+    [0.0, 2.0]
+    """
+    y = y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+    return y if activation == NONE else jnp.maximum(y, 0)
+
+
 def tangent(y, change, activation):
     """The tangent of `activate` at y, of a y that moves by `change`: 0 at the bounds of a clamp, as of `jax.nn.relu`.
 

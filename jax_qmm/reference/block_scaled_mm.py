@@ -62,6 +62,9 @@ def dequantized_once(
     largest value that it can have to between 2^14 and 2^15, and its sums are multiplied by the inverse. So nothing
     overflows, and a weight is off by 2^-11 of itself or 2^-39 of that largest value, whichever is more: weights below
     2^-28 of it are subnormal in float16. `dequantize` takes the place of `dequantized`.
+
+    Where XLA fuses what follows the product, as `reference.activation.fuses` has it, sums are rounded to bfloat16
+    before, in case it does not.
     """
     power = None
     if x.dtype == jnp.float16:
@@ -71,6 +74,8 @@ def dequantized_once(
         scale = jnp.ldexp(scale.astype(jnp.float32), power[..., None])
     weight = {"qtype": qtype, "packed": packed, "block": block, "k": x.shape[-1], "dtype": x.dtype}
     dense = (dequantize or dequantized)(w, scale, zero_point, **weight)
+    if num_batch == 0 and activations.fuses(x.dtype, bias, activation, out_dtype):
+        return activations.fused(products.sums(x, dense, precision=None, rounded_to=x.dtype), bias, activation)
     sums = products.sums(x, dense, num_batch, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
     if power is not None:
         sums = jnp.ldexp(sums, -jnp.expand_dims(power, tuple(range(num_batch, sums.ndim - 1))))

@@ -50,8 +50,15 @@ def scaled_mm(a, b, *, num_batch=0, out_dtype, activation=activations.NONE, **ve
     return epilogue(acc, num_batch=num_batch, out_dtype=out_dtype, activation=activation, **vectors)
 
 
-def sums(a, b, num_batch=0, precision: jax.lax.Precision | None = jax.lax.Precision.HIGHEST, out_sharding=None):
-    """`a @ b.T` per batch: int32, exact but for wrap-around, for int8; float32 for floats."""
+def sums(
+    a,
+    b,
+    num_batch=0,
+    precision: jax.lax.Precision | None = jax.lax.Precision.HIGHEST,
+    out_sharding=None,
+    rounded_to=jnp.float32,
+):
+    """`a @ b.T` per batch: int32, exact but for wrap-around, for int8; for floats float32, or `rounded_to` another."""
     if not jnp.issubdtype(a.dtype, jnp.integer) and (a.dtype != b.dtype or a.dtype.itemsize == 1):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     # einsum by numbered dimensions: batch, rows, N and K. A batch dimension of 1 is left out and put back.
@@ -72,7 +79,7 @@ def sums(a, b, num_batch=0, precision: jax.lax.Precision | None = jax.lax.Precis
         [i for i in (*batch, *rows, n) if i not in ones],
         precision=precision,
         out_sharding=out_sharding,
-        preferred_element_type=jnp.int32 if a.dtype == jnp.int8 else jnp.float32,
+        preferred_element_type=jnp.int32 if a.dtype == jnp.int8 else rounded_to,
     )
     return jnp.expand_dims(out, tuple(ones))
 

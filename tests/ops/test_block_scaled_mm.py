@@ -162,16 +162,28 @@ def test_explain_says_that_a_plain_weight_is_packed_where_a_kernel_runs(monkeypa
     assert all(way.startswith("XLA: dequantized once") for way in ways())
 
 
-@pytest.mark.parametrize("epilogue", [{}, {"bias": np.ones(12, np.float32)}, {"activation": "relu"}])
-def test_choices_know_of_a_bias_and_an_activation(monkeypatch, epilogue):
+@pytest.mark.parametrize(
+    "epilogue, apart",
+    [
+        ({}, False),
+        ({"bias": np.ones(12, np.float32)}, True),
+        ({"bias": np.ones(12, BF16)}, False),
+        ({"activation": "relu", "out_dtype": jnp.float32}, True),
+        ({"activation": "relu"}, False),
+        ({"activation": "relu6"}, True),
+        ({"bias": np.ones(12, BF16), "activation": "relu"}, False),
+    ],
+)
+def test_choices_know_what_takes_xla_a_pass_of_its_own(monkeypatch, epilogue, apart):
     w, x, known = weight(12, 256, tile_size=64)[0].pack(), normal((3, 256), BF16), []
     images, windows = x.reshape(3, 1, 1, 256), w.reshape(12, 1, 1, 256)
+    epilogue = {"out_dtype": BF16} | epilogue
     moves = dict(window_strides=(2, 2), padding="SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
     monkeypatch.setattr(_extension, "fallback_reason", lambda *where: None)
     monkeypatch.setattr(_extension, "dequantizes_once", lambda devices, problem: known.append(problem[-1]) or True)
     jax_qmm.explain(lambda: jax_qmm.block_scaled_mm(x, w, **epilogue))
     jax_qmm.explain(lambda: jax_qmm.conv_general_dilated(images, windows, **moves, **epilogue))
-    assert len(known) >= 2 and set(known) == {bool(epilogue)}
+    assert len(known) >= 2 and set(known) == {apart}
 
 
 X, W = np.ones((2, 8), np.float32), QArray(np.ones((3, 8), ml_dtypes.int4), np.ones((3, 2), np.float32))

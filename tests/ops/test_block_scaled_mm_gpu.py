@@ -372,6 +372,20 @@ def test_weights_are_dequantized_once_where_that_is_faster(bits, dtype, monkeypa
         assert np.all(np.abs(np.asarray(f(x)) - y) <= error + UNIT[dtype] * total)
 
 
+def test_what_follows_a_product_of_xla(emulated, monkeypatch):
+    monkeypatch.setattr(_extension, "dequantizes_once", lambda devices, product: True)
+    m, n, k = (17, 40, 64) if emulated else (4096, 512, 256)
+    x, q, scale, _ = operands(3, m, n, k, BF16, 4, 32)
+    w, bias = quantized(q, scale, None, 32, 4).pack(), jnp.asarray(np.linspace(-3, 3, n), BF16)
+    (x,), (q,), (scale,) = x, q, scale
+    f = jax.jit(lambda x: jax_qmm.block_scaled_mm(x, w, bias, activation="relu"))
+    y, error = allowed(x, q, scale, None, 32)
+    total = np.abs(np.float64(x)) @ np.abs(dequantized(q, scale, None, 32)).T
+    error += UNIT[BF16] * (total + np.abs(y))  # of weights, and of sums in case that it does not
+    y = np.maximum(y + np.float64(bias), 0)
+    assert np.all(np.abs(np.float64(f(x)) - y) <= error + UNIT[BF16] * (y + error))
+
+
 def test_when_weights_are_dequantized_once(gpu, extension):
     def once(m, dtype="bfloat16", bits=4):
         devices = jax.devices(_extension.platform())

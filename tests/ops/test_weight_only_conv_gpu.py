@@ -219,6 +219,23 @@ def test_transforms(all_kernels, on_reference, where):
     assert np.all(np.abs(got - want) <= 2.0**-6 * np.abs(want).max())
 
 
+def test_xla_fuses_what_follows_its_convolution(emulated, monkeypatch):
+    monkeypatch.setattr(_extension, "dequantizes_once", lambda devices, problem: True)
+    size, channels = (5, 16) if emulated else (64, 64)
+    c = case((size, size), (3, 3), padding=SAME, channels=channels, out=channels)
+    w, dense, _ = weights(c, 4, 32, "none")
+    x = np.random.default_rng(1).standard_normal(c.lhs_shape()).astype(BF16)
+    bias = np.linspace(-3, 3, channels).astype(BF16)
+    epilogue = dict(bias=bias, activation="relu", out_dtype=BF16)
+    f = jax.jit(lambda x: jax_qmm.conv_general_dilated(x, w, **c.keywords(), **epilogue))
+    sums, total = (conv_oracle.sums(c, absolute(np.float64(x)), absolute(dense)) for absolute in (np.array, np.abs))
+    # Of weights, and of sums in case that it does not.
+    error = ((dense[0].size + 16) * 2.0**-23 + 1.016 * UNIT[BF16]) * total + 1.016 * UNIT[BF16] * np.abs(sums)
+    y = np.maximum(sums + np.float64(bias), 0)
+    assert np.all(np.abs(np.float64(f(x)) - y) <= error + UNIT[BF16] * (y + error))
+    assert emulated or " fusion(" not in f.lower(x).compile().as_text()
+
+
 def test_explain_says_what_kernels_do_not_take():
     def runs_on(c, dtype=BF16):
         f = lambda x, w: jax_qmm.conv_general_dilated(x, w, **c.keywords())

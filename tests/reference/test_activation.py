@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_qmm.reference.activation import NAMED, Activation, activate, tangent
+from jax_qmm.reference.activation import NAMED, NONE, Activation, activate, fused, fuses, tangent
 
 LARGE = 10.0 ** np.arange(-37, 38.5, 0.25)
 Y = np.concatenate([np.linspace(-120, 120, 400001), LARGE, -LARGE]).astype(np.float32)
@@ -31,6 +31,27 @@ def test_derivatives(name):
     # A few float32 roundings of factors below 4; the differences are off by 1e-12 and by what 2**-53 y / step is.
     np.testing.assert_allclose(got[near], want, rtol=0, atol=2e-6)
     np.testing.assert_array_equal(got[~near], Y[~near] > 0)
+
+
+BF16, BIAS = jnp.bfloat16, jnp.bfloat16([0.5, -2, 3])
+
+
+def test_what_xla_fuses_is_all_bfloat16_with_relu_at_most():
+    assert fuses(BF16, BIAS, NAMED["relu"], BF16) and fuses(BF16, None, NAMED["relu"], BF16)
+    assert fuses(BF16, BIAS, NONE, BF16)
+    assert not fuses(BF16, BIAS, NAMED["relu6"], BF16) and not fuses(BF16, BIAS, NAMED["gelu"], BF16)
+    assert not fuses(BF16, BIAS, NONE, jnp.float32) and not fuses(jnp.float16, None, NAMED["relu"], jnp.float16)
+    assert not fuses(BF16, BIAS.astype(jnp.float32), NONE, BF16)
+
+
+@pytest.mark.parametrize("activation", [NONE, NAMED["relu"]])
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_fused_is_what_it_is_in_float32(activation, bias):
+    y = jnp.bfloat16([[1, -1, 0], [-0.25, 1e30, -3], [jnp.nan, jnp.inf, -jnp.inf]])
+    want = activate(y.astype(jnp.float32) + (0 if bias is None else bias.astype(jnp.float32)), activation)
+    with jax.numpy_rank_promotion("raise"):
+        got = fused(y, bias, activation)
+    np.testing.assert_array_equal(np.float32(got), np.float32(want.astype(BF16)))
 
 
 def test_clamps_are_exact_and_keep_nan():

@@ -1,12 +1,13 @@
 """The product of weights that are dequantized once, against float64. What kernels compute is in tests/ops."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jax_qmm.reference import block_scaled_mm as reference
-from jax_qmm.reference.activation import NONE
+from jax_qmm.reference.activation import NAMED, NONE
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 UNIT = {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-23}  # of the rounding of weights
@@ -37,6 +38,27 @@ def test_weights_are_rounded_once_in_the_range_of_float32(dtype, of_zeros, scale
         "lrsk,lnk->lrsn", np.abs(x.astype(np.float64)), np.repeat(np.abs(w) * 80 * 2.0**-23 + error, 2, 0)
     )
     assert np.all(np.abs(np.asarray(out) - y) <= total + 2.0**-23 * np.abs(y))
+
+
+def test_a_bias_and_relu_in_bfloat16_are_as_xla_fuses_them():
+    rng = np.random.default_rng(1)
+    x, q = rng.standard_normal((5, 70)).astype(BF16), rng.integers(-8, 8, (9, 70)).astype(np.int8)
+    scale, bias = rng.uniform(0.5, 2, (9, 3)).astype(F32) / 64, rng.standard_normal(9).astype(BF16)
+
+    def product(*operands):
+        options = dict(num_batch=0, qtype=jnp.int4, packed=False, block=32, out_dtype=jnp.dtype(BF16))
+        return reference.dequantized_once(*operands, activation=NAMED["relu"], **options)
+
+    operands = x, q, scale, None, bias
+    made = {(str(v.aval.dtype), v.aval.shape) for e in jax.make_jaxpr(product)(*operands).eqns for v in e.outvars}
+    assert ("bfloat16", (5, 9)) in made and ("float32", (5, 9)) not in made
+    w = np.float64(q) * np.repeat(np.float64(scale), 32, -1)[:, :70]
+    sums, total = np.float64(x) @ w.T, np.abs(np.float64(x)) @ np.abs(w).T
+    want = np.maximum(sums + np.float64(bias), 0)
+    # Of the weights, the sums and the result, each rounded to bfloat16, and of sums in float32.
+    error = (UNIT[BF16] + 80 * 2.0**-23) * total + UNIT[BF16] * np.abs(sums) * 1.01
+    got = np.float64(product(*map(lambda v: None if v is None else jnp.asarray(v), operands)))
+    assert np.all(np.abs(got - want) <= error + UNIT[BF16] * (np.abs(want) + error))
 
 
 def test_rows_of_zeros_and_infinities_stay_what_they_are():
