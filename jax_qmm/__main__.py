@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         help="run every kernel on this GPU and compare it with the reference",
         description="Runs every kernel of this build on this GPU, on a few ragged shapes, and compares the results "
         "with the reference's: int8 bit for bit, others within their rounding. Ends with code 1 if a kernel is wrong, "
-        "and with code 2 if none can run here. Takes about a minute.",
+        "and with code 2 if none can run here. Takes about two minutes.",
     )
     selftest.set_defaults(run=run_selftest)
 

@@ -297,7 +297,7 @@ def _product(operands, out_dtype, *, names, num_batch, qtype, block, activation,
     if not all(isinstance(size, int) for size in (m, n, count)):
         return None
     dtypes = str(operands[0].dtype), str(out_dtype)
-    apart = ends_apart(operands, names, activation, out_dtype)
+    apart = ends_apart(operands, names, activation, out_dtype, num_batch)
     return m, n, k, count, *dtypes, *weight_kind(names, operands, qtype, block), None, apart
 
 
@@ -308,10 +308,10 @@ def weight_kind(names, operands, qtype, block):
     return jnp.iinfo(qtype).bits, block, zero_dtype
 
 
-def ends_apart(operands, names, activation, out_dtype):
+def ends_apart(operands, names, activation, out_dtype, num_batch=0):
     """Whether what follows the sums takes XLA a pass of its own."""
     bias = dict(zip(names, operands[2:])).get("bias")
-    fuses = (bias is None or bias.ndim == 1) and activations.fuses(operands[0].dtype, bias, activation, out_dtype)
+    fuses = num_batch == 0 and activations.fuses(operands[0].dtype, bias, activation, out_dtype)
     return (bias is not None or activation != activations.NONE) and not fuses
 
 
