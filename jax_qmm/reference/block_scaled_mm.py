@@ -63,8 +63,8 @@ def dequantized_once(
     overflows, and a weight is off by 2^-11 of itself or 2^-39 of that largest value, whichever is more: weights below
     2^-28 of it are subnormal in float16. `dequantize` takes the place of `dequantized`.
 
-    Where XLA fuses what follows the product, as `reference.activation.fuses` has it, sums are rounded to bfloat16
-    before, in case it does not.
+    Where XLA can fuse what follows the product, as `reference.activation.fuses` has it, the product is asked for in
+    bfloat16, to which sums are rounded where it does not.
     """
     power = None
     if x.dtype == jnp.float16:
