@@ -209,7 +209,7 @@ void bind_block_scaled_mm(nb::module_& m) {
             problem.block = block;
             problem.workspace_bytes = kMostWorkspace;
             if (zero_point) problem.zero_point = {&problem, dtype(*zero_point)};  // any address: nobody reads there
-            if (ends_apart) problem.bias.data = &problem;
+            if (ends_apart) problem.bias.data = &problem;  // which is all that dequantizes_once asks of a bias
             return problem;
           }),
           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+import jax_qmm
 from jax_qmm import _extension
 
 BF16, F16, F32, F8 = ml_dtypes.bfloat16, np.float16, np.float32, ml_dtypes.float8_e4m3fn
@@ -126,3 +127,11 @@ def operands(seed, m, n, k, dtype, bits, block, zero_point: Any = "none", scale_
     if zero_point == "int8":
         return x, q, scale, rng.integers(low, high, groups).astype(np.int8)
     return x, q, scale, rng.uniform(1.5 * low, 1.5 * high, groups).astype(zero_point)
+
+
+def quantized(q, scale, zero_point, block, bits):
+    """The QArray of the first entry of a batch."""
+    values = jnp.asarray(q[0].astype(np.int8)).astype({4: jnp.int4, 8: jnp.int8}[bits])
+    if zero_point is not None:
+        zero_point = jnp.asarray(zero_point[0].astype(np.int32 if zero_point.dtype == np.int8 else zero_point.dtype))
+    return jax_qmm.QArray(values, jnp.asarray(scale[0]), zero_point, tile_size=block)

@@ -29,15 +29,18 @@ __device__ inline uint32_t subtract(uint32_t a, uint32_t b, __half) {
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
   return difference;
 }
-__device__ inline uint32_t subtract(uint32_t a, uint32_t b, __nv_bfloat16) {  // b has its sign turned
-  uint32_t difference;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(a), "r"(0x3f803f80), "r"(b));
-  return difference;
-}
 __device__ inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c, __half) {
   uint32_t sum;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
   return sum;
+}
+__device__ inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c, __nv_bfloat16) {
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+__device__ inline uint32_t subtract(uint32_t a, uint32_t b, __nv_bfloat16 type) {  // b has its sign turned
+  return multiply_add(a, 0x3f803f80, b, type);
 }
 
 __device__ inline uint32_t round_pair(float low, float high, __half) {
@@ -114,10 +117,9 @@ struct Dequantizer {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t const placed = __byte_perm(word, 0xbfbfbfbf, i == 0 ? 0x4140 : 0x4342);
-        uint32_t lacks, negative;
+        uint32_t lacks;
         asm("fma.rn.relu.bf16x2 %0, %1, %2, %2;" : "=r"(lacks) : "r"(placed), "r"(kHalf));
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(negative) : "r"(placed), "r"(kHalf), "r"(lacks));
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(to[i]) : "r"(negative), "r"(kMinusOne), "r"(first.zero));
+        to[i] = multiply_add(multiply_add(placed, kHalf, lacks, type), kMinusOne, first.zero, type);
       }
     } else if constexpr (kIsBf16<T>) {
 #pragma unroll
@@ -166,7 +168,7 @@ struct ScalingDequantizer {
       Term const& term = i < kPairs / 2 ? first : second;
       uint32_t product;
       asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(to[i]), "r"(term.rest));
-      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(to[i]) : "r"(to[i]), "r"(term.scale), "r"(product));
+      to[i] = multiply_add(to[i], term.scale, product, __nv_bfloat16{});
     }
   }
 };

@@ -157,9 +157,8 @@ double estimate_dequantized(BlockScaledMm const& p, Gpu const& gpu) {
   double const x = values_of_x(p) * size, out = double(p.batch) * p.m * p.n * bytes_of(p.out_dtype);
   double const dequantizing = (double(p.batch) * p.n * p.row_bytes() + weights * size) / (0.7 * gpu.copy_rate);
   double const reading = (weights * size + x + out) / gpu.copy_rate;
-  bool const apart = p.bias.data != nullptr || p.activation != Activation::kNone;
   double const sums = p.windows ? 2 * out : double(p.batch) * p.m * p.n * 8;
-  double const adding = apart ? 5e-6 + sums / gpu.copy_rate : 0;
+  double const adding = p.bias.data == nullptr ? 0 : 5e-6 + sums / gpu.copy_rate;
   double const rate = p.in == DType::kF32 ? gpu.peak / 32 : gpu.peak / 2;  // of the peak of 8 bits
   return launches + dequantizing + std::max(reading, 2 * weights * p.m / (0.8 * rate)) + adding;
 }

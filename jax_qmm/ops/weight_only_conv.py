@@ -47,7 +47,8 @@ def conv(form, lhs, rhs, bias, activation, out_dtype, precision):
     if form.window.is_product(taps) and form.batch_groups == 1 and not _packed_elsewhere(form, rhs):
         out, *_, channels = form.rhs_order
         w = rhs.transpose(form.rhs_order).reshape(rhs.shape[out], rhs.shape[channels])
-        bias = None if bias is None else bias.astype(bias.dtype if bias.dtype == out_dtype else jnp.float32)
+        if bias is not None and bias.dtype != out_dtype:
+            bias = bias.astype(jnp.float32)
         x = transposed(lhs, form.lhs_order)
         sharding = form.result_sharding(lhs, rhs, spatial=True)
         if sharding is not None and bias is not None:
@@ -130,18 +131,10 @@ def _taps_apart(taps, leaf):
 def jax_qmm_dequantized_conv(form, activation, out_dtype, precision, lhs, rhs, bias):
     def of_floats(lhs, rhs, bias):
         y = form.of_floats(lhs, rhs.dequantize(lhs.dtype), precision, None)
-        return _ended(y, None if bias is None else form.along_channels(bias), activation, out_dtype)
+        bias = None if bias is None else form.along_channels(bias)
+        return activations.ended(y, bias, activation, out_dtype)
 
     return on_auto_axes(of_floats, form.out_sharding(lhs, rhs), lhs, rhs, bias)
-
-
-def _ended(y, bias, activation, out_dtype):
-    """The result, given that of XLA's convolution."""
-    if activations.fuses(y.dtype, bias, activation, out_dtype):
-        return activations.fused(y, bias, activation)
-    y = y.astype(jnp.float32)
-    y = y if bias is None else y + bias.astype(jnp.float32)
-    return activations.activate(y, activation).astype(out_dtype)
 
 
 # The primitive: operands lhs (I, *S, C), w (O, *K, C) or its packed bytes, and the vectors that `names` lists: scale
@@ -241,7 +234,7 @@ def _of_floats(
         dense = dequantize(w, scale, zero_point, k=_columns(lhs, w, taps), dtype=lhs.dtype, **weight)
         dense = dense.reshape(dense.shape[0], *taps, lhs.shape[-1])
         y = jax.lax.conv_general_dilated(lhs, dense, *window[:4], numbers, precision=precision)
-        return _ended(y, bias, activation, out_dtype)
+        return activations.ended(y, bias, activation, out_dtype)
 
     sharding = conv_form.result_sharding(jax.typeof(lhs), jax.typeof(w))
     return on_auto_axes(of_floats, sharding, lhs, w, scale, zero_point, bias)

@@ -58,21 +58,28 @@ def activate(y, activation):
 def fuses(dtype, bias, activation, out_dtype):
     """Whether XLA for GPUs can add a bias, or None, and apply an activation within its product or convolution.
 
-    It can where all is bfloat16 and the activation is relu or none, written as `fused` has it; else both take a pass
+    It can where all is bfloat16 and the activation is relu or none, written as `ended` has it; else both take a pass
     over sums that are in memory. So it does with convolutions, and products that cuBLASLt computes (jaxlib 0.11.2).
     """
     dtypes = {jnp.dtype(dtype), jnp.dtype(out_dtype)} | (set() if bias is None else {jnp.dtype(bias.dtype)})
     return dtypes == {jnp.dtype(jnp.bfloat16)} and activation in (NONE, NAMED["relu"])
 
 
-def fused(y, bias, activation):
-    """`activate(y + bias, activation)` of arrays that `fuses` is true of; a bias may be None. Zeros may have any sign.
+def ended(y, bias, activation, out_dtype):
+    """`activate(y + bias, activation)` as `out_dtype`, of a bias along the last dimensions of y, or None.
 
-    >>> fused(jnp.bfloat16([-3, 1]), jnp.bfloat16([1, 1]), NAMED["relu"]).tolist()
+    In float32, or in bfloat16 where that `fuses`; zeros may have any sign then.
+
+    >>> ended(jnp.bfloat16([-3, 1]), jnp.bfloat16([1, 1]), NAMED["relu"], jnp.bfloat16).tolist()
     [0.0, 2.0]
     """
-    y = y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
-    return y if activation == NONE else jnp.maximum(y, 0)
+    bias = None if bias is None else jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+    if fuses(y.dtype, bias, activation, out_dtype):
+        y = y if bias is None else y + bias
+        return y if activation == NONE else jnp.maximum(y, 0)
+    y = y.astype(jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return activate(y, activation).astype(out_dtype)
 
 
 def tangent(y, change, activation):

@@ -74,9 +74,9 @@ def dequantized_once(
         scale = jnp.ldexp(scale.astype(jnp.float32), power[..., None])
     weight = {"qtype": qtype, "packed": packed, "block": block, "k": x.shape[-1], "dtype": x.dtype}
     dense = (dequantize or dequantized)(w, scale, zero_point, **weight)
-    if num_batch == 0 and activations.fuses(x.dtype, bias, activation, out_dtype):
-        return activations.fused(products.sums(x, dense, precision=None, rounded_to=x.dtype), bias, activation)
-    sums = products.sums(x, dense, num_batch, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    fuses = num_batch == 0 and activations.fuses(x.dtype, bias, activation, out_dtype)
+    sums = products.sums(x, dense, num_batch, precision, rounded_to=x.dtype if fuses else jnp.float32)
     if power is not None:
         sums = jnp.ldexp(sums, -jnp.expand_dims(power, tuple(range(num_batch, sums.ndim - 1))))
     return epilogue(sums, bias, num_batch=num_batch, activation=activation, out_dtype=out_dtype)
@@ -86,7 +86,8 @@ def linear(x, w, scale, zero_point=None, bias=None, *, num_batch, out_sharding, 
     """`x @ dequantized(w).T + bias` in float32, as it is differentiated: of 16-bit x in XLA's default precision."""
     dense = dequantized(w, scale, zero_point, k=x.shape[-1], **weight)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return _plus(products.sums(x, dense, num_batch, precision, out_sharding), bias, num_batch)
+    sums = products.sums(x, dense, num_batch, precision, out_sharding)
+    return epilogue(sums, bias, num_batch=num_batch, activation=activations.NONE, out_dtype=jnp.float32)
 
 
 def dequantized(w, scale, zero_point, *, qtype, packed, block, k, dtype=jnp.float32):
@@ -100,11 +101,7 @@ def dequantized(w, scale, zero_point, *, qtype, packed, block, k, dtype=jnp.floa
 
 
 def epilogue(sums, bias, *, num_batch, activation, out_dtype):
-    """The result, given the float32 sums."""
-    return activations.activate(_plus(sums, bias, num_batch), activation).astype(out_dtype)
-
-
-def _plus(sums, bias, num_batch):
-    if bias is None:
-        return sums
-    return sums + jnp.expand_dims(bias, tuple(range(num_batch, sums.ndim - 1))).astype(jnp.float32)
+    """The result, given the sums."""
+    if bias is not None:
+        bias = jnp.expand_dims(bias, tuple(range(num_batch, sums.ndim - 1)))
+    return activations.ended(sums, bias, activation, out_dtype)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_qmm.reference.activation import NAMED, NONE, Activation, activate, fused, fuses, tangent
+from jax_qmm.reference.activation import NAMED, NONE, Activation, activate, ended, fuses, tangent
 
 LARGE = 10.0 ** np.arange(-37, 38.5, 0.25)
 Y = np.concatenate([np.linspace(-120, 120, 400001), LARGE, -LARGE]).astype(np.float32)
@@ -50,7 +50,7 @@ def test_fused_is_what_it_is_in_float32(activation, bias):
     y = jnp.bfloat16([[1, -1, 0], [-0.25, 1e30, -3], [jnp.nan, jnp.inf, -jnp.inf]])
     want = activate(y.astype(jnp.float32) + (0 if bias is None else bias.astype(jnp.float32)), activation)
     with jax.numpy_rank_promotion("raise"):
-        got = fused(y, bias, activation)
+        got = ended(y, bias, activation, BF16)
     np.testing.assert_array_equal(np.float32(got), np.float32(want.astype(BF16)))
 
 
