@@ -22,8 +22,7 @@
 
 namespace jax_qmm::block_quantized::few_rows {
 
-constexpr int kTurn = 128;              // columns that a warp multiplies at a time, a part of a block or some of them
-constexpr int kStaticBytes = 48 << 10;  // of shared memory that a kernel may have without asking for it
+constexpr int kTurn = 128;  // columns that a warp multiplies at a time, a part of a block or some of them
 
 struct Params {
   void const* a;

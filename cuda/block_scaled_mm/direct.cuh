@@ -24,6 +24,10 @@ __device__ T* kept(T* pointer) {
   return reinterpret_cast<T*>(bits);
 }
 
+__device__ inline uint32_t address_of(uint8_t const* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
 // The steps of a warp, of all tiles of its block, p.stages of which are on their way.
 template <class C>
 class StepsOfWarp {
@@ -41,10 +45,9 @@ class StepsOfWarp {
   }
 
   // `first_n` and `end_n` are the rows of weights that the warp goes through, `begin` and `end` its columns.
-  __device__ StepsOfWarp(Params const& p, int l, int first_n, int end_n, int begin, int end, uint8_t* stages)
+  __device__ StepsOfWarp(Params const& p, int l, int first_n, int end_n, int begin, int end, uint32_t shared)
       : p_(p), l_(l), first_n_(first_n), end_n_(end_n), begin_(begin), end_(end) {
     int const lane = threadIdx.x % 32;
-    uint32_t const shared = static_cast<uint32_t>(__cvta_generic_to_shared(stages));
     bool const zero_points = p.zero_point.data != nullptr;
     bytes_ = int(kept(stage_bytes(zero_points))), x_bytes_ = int(kept(p.m * kPitch));
     uint32_t const terms = shared + p.stages * bytes_, x = terms + kTermBytes;
@@ -116,8 +119,8 @@ class StepsOfWarp {
 
   template <class T>
   __device__ static T* at(uint32_t address) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    return reinterpret_cast<T*>(shared + (address - static_cast<uint32_t>(__cvta_generic_to_shared(shared))));
+    extern __shared__ __align__(128) uint8_t more_shared[];
+    return reinterpret_cast<T*>(more_shared + (address - address_of(more_shared)));
   }
 
   __device__ void next() {
@@ -246,7 +249,9 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) direct_kernel(Params p) {
 #if __CUDA_ARCH__ >= 800  // else nothing: select.cc chooses no kernel
   constexpr int kTilesM = C::kTileM / 8;
-  extern __shared__ __align__(128) uint8_t shared[];
+  // Of as many warps as it has room for, behind the sums of all; of the others behind it.
+  __shared__ __align__(128) uint8_t shared[kStaticBytes];
+  extern __shared__ __align__(128) uint8_t more_shared[];
   auto* const partial = reinterpret_cast<float*>(shared);
   int const warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
   int const l = blockIdx.x / p.blocks_n, block = blockIdx.x % p.blocks_n;
@@ -264,8 +269,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) direct_kernel(Pa
     prefetch_l2(p.w + l * p.w_batch_stride + int64_t(n) * p.row_bytes + first_k / 8 * C::kBits);
   }
   begin_in_turn();
+  int const sums = C::kWarpsK * p.m * C::kSumsPitch * sizeof(float);
   StepsOfWarp<C> steps(p, l, first_n, end_n, first_k, end_k,
-                       shared + C::kWarpsK * p.m * C::kSumsPitch * sizeof(float) + warp * p.warp_bytes);
+                       warp < p.static_warps ? address_of(shared) + sums + warp * p.warp_bytes
+                                             : address_of(more_shared) + (warp - p.static_warps) * p.warp_bytes);
 
   for (int n = first_n; n < end_n; n += C::kRows) {
     float acc[C::kTiles][kTilesM][4] = {};
@@ -311,7 +318,7 @@ cudaError_t prepare_direct(bool& fits) {
   Gpu const* gpu;
   if (cudaError_t const error = current_gpu(gpu)) return error;
   auto* const kernel = reinterpret_cast<void const*>(direct_kernel<C>);
-  return prepare_kernel(kernel, {{}, C::kThreads, size_t(gpu->shared_memory)}, fits);
+  return prepare_kernel(kernel, {{}, C::kThreads, size_t(gpu->shared_memory - kStaticBytes)}, fits);
 }
 
 template <class C>
@@ -324,22 +331,27 @@ cudaError_t launch_direct(BlockScaledMm const& problem, int split, Submit const&
   // What all blocks of an SM share is a little more than one may have, of which each takes a KiB for itself.
   using Steps = StepsOfWarp<C>;
   int const sums = C::kWarpsK * problem.m * C::kSumsPitch * int(sizeof(float));
-  int const of_warp = (gpu->shared_memory / C::kBlocksPerSm - 512 - sums) / C::kWarpsK;
+  int const of_block = gpu->shared_memory / C::kBlocksPerSm - 512;
   bool const zero_points = problem.zero_point.data != nullptr;
   auto const bytes = [&](int stages, int x_steps) { return Steps::bytes(problem.m, zero_points, stages, x_steps); };
+  auto const static_warps = [&](int of_warp) { return std::min((kStaticBytes - sums) / of_warp, C::kWarpsK); };
+  auto const asked = [&](int of_warp) { return (C::kWarpsK - static_warps(of_warp)) * of_warp; };
+  auto const fits = [&](int of_warp) { return kStaticBytes + asked(of_warp) <= of_block; };
   // As many blocks as are resident share the tiles: of each entry of a batch whole ones, of which none has more tiles
   // than it needs.
   int64_t const resident = std::max(1, gpu->sm_count * C::kBlocksPerSm / parts);
   int64_t const most = ceil_div(int64_t(params.tiles_n) * problem.batch, resident);
   int64_t const blocks = std::max(resident / problem.batch, ceil_div(params.tiles_n, most));
   params.blocks_n = unsigned(std::min<int64_t>(params.tiles_n, blocks));
-  params.stages = bytes(2, 2) <= of_warp ? 2 : 1;
-  bool const several = params.tiles_n > params.blocks_n;
-  params.x_steps = several && bytes(2, params.steps) <= of_warp ? params.steps : params.stages;
+  params.stages = fits(bytes(2, 2)) ? 2 : 1;
+  // x stays for the next tiles, unless it is so much that it had better come again from an L1 that is larger.
+  int const every = bytes(2, params.steps);
+  bool const several = params.tiles_n > params.blocks_n, stays = fits(every) && every <= 2 * bytes(2, 2);
+  params.x_steps = several && stays ? params.steps : params.stages;
   params.warp_bytes = bytes(params.stages, params.x_steps);
-  LaunchShape const shape{{params.blocks_n * unsigned(problem.batch), unsigned(parts)},
-                          C::kThreads,
-                          size_t(sums + C::kWarpsK * params.warp_bytes)};
+  params.static_warps = static_warps(params.warp_bytes);
+  LaunchShape const shape{
+      {params.blocks_n * unsigned(problem.batch), unsigned(parts)}, C::kThreads, size_t(asked(params.warp_bytes))};
   cudaError_t const error = jax_qmm::launch(submit, shape, direct_kernel<C>, params);
   return error || parts == 1 ? error : add_parts(problem, parts, submit);
 }

@@ -25,10 +25,11 @@ struct Params {
   bool stores_four;  // whether four results of a row can be stored at once
   unsigned tiles_m, tiles_n;
   int k_of_part;  // whole steps
-  // Of direct.cuh: blocks that share the tiles, and a warp's bytes of shared memory, steps of a tile, how many of these
-  // are on their way, and for how many x has a place: all, or those on their way.
+  // Of direct.cuh: blocks that share the tiles, and a warp's bytes of shared memory, how many warps have theirs in what
+  // is static, steps of a tile, how many of these are on their way, and for how many x has a place: all, or those on
+  // their way.
   unsigned blocks_n;
-  int warp_bytes, steps, stages, x_steps;
+  int warp_bytes, static_warps, steps, stages, x_steps;
   float* parts;  // [parts][batch][m][n], where sums go if K is split over blocks, or null
   int64_t sums_of_part;
   VectorArg<float, false> bias;

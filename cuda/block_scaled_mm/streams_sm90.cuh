@@ -10,6 +10,7 @@
 #include "block_scaled_mm/sources.cuh"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
+#include "quantize/chunk.cuh"
 
 namespace jax_qmm::block_scaled {
 
@@ -89,27 +90,62 @@ __device__ void add_sums(float (&acc)[kCount], float4 const* from, Flag* left, F
   }
 }
 
+// What is the same for a column of results: of columns `row` and `row` + 8 of a piece.
+template <class C>
+struct ColumnTerms {
+  float bias[2], scale[2];
+
+  __device__ void load(Params const& p, typename C::Epilogue const& epilogue, Piece const& piece, int row) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int const n = min(piece.first_n + row + 8 * h, p.n - 1);
+      if constexpr (C::kInt8) {
+        bias[h] = epilogue.bias.load(piece.l, n), scale[h] = epilogue.scale_b.load(piece.l, n);
+      } else {
+        bias[h] = p.bias.load(piece.l, n);
+      }
+    }
+  }
+};
+
+// Results between bounds, two at once: rounding keeps their order, so that what is rounded may be compared with bounds
+// that are.
+template <class Pair>
+struct BoundedOutput {
+  Pair low, high;
+
+  __device__ BoundedOutput(float low, float high) : low(rounded(low, low)), high(rounded(high, high)) {}
+
+  template <class Out, int N>
+  __device__ Out round(float const (&values)[N], int const (&)[N]) const {
+    Pair pairs[N / 2];
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      pairs[i / 2] = quantize::max_nan(quantize::min_nan(rounded(values[i], values[i + 1]), high), low);
+    }
+    Out out;
+    memcpy(&out, pairs, sizeof(Out));
+    return out;
+  }
+
+  __device__ static Pair rounded(float first, float second) {
+    if constexpr (std::is_same_v<Pair, __half2>) {
+      return __floats2half2_rn(first, second);
+    } else {
+      return __floats2bfloat162_rn(first, second);
+    }
+  }
+};
+
 // Writes the results of a tile, of 16 bits. A warpgroup has 64 columns, the span of TMA's swizzle, of some rows in a
 // slot after the other; `slot` is the next one.
 template <class C, int kCount>
 __device__ void write_sums(Params const& p, typename C::Epilogue const& epilogue, CUtensorMap const& boxes_out,
-                           typename C::Shared& shared, typename C::Sum const (&acc)[kCount], Piece const& piece,
-                           int& slot) {
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / 4, first_n = piece.first_n + 16 * warp;
+                           typename C::Shared& shared, typename C::Sum const (&acc)[kCount],
+                           ColumnTerms<C> const& columns, Piece const& piece, int& slot) {
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / 4;
   bool const leads = threadIdx.x % 128 == 0;
   auto const sync_group = [&] { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); };
-  float bias[2];
-  [[maybe_unused]] float column_scale[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    int const n = first_n + lane / 4 + 8 * h;
-    if constexpr (C::kInt8) {
-      int const there = min(n, p.n - 1);
-      bias[h] = epilogue.bias.load(piece.l, there), column_scale[h] = epilogue.scale_b.load(piece.l, there);
-    } else {
-      bias[h] = n < p.n ? p.bias.load(piece.l, n) : 0;
-    }
-  }
   // Of the rows of a slot that a thread has, which are loaded while the slot before is written.
   using RowScales = float[C::kSlotRows / 4];
   [[maybe_unused]] RowScales row_scales[2];
@@ -131,19 +167,19 @@ __device__ void write_sums(Params const& p, typename C::Epilogue const& epilogue
   };
   load_row_scales(0);
   // The results of two rows of x.
-  auto const results_of = [&](auto const* two, float const* row_scales, int h, float (&y)[2]) {
+  auto const results_of = [&](auto const* two, float const* row_scales, int h, float* y) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (C::kInt8) {
-        y[i] = scale(two[i], Terms<false, Value>{row_scales[i], column_scale[h], bias[h]});
+        y[i] = scale(two[i], Terms<false, Value>{row_scales[i], columns.scale[h], columns.bias[h]});
       } else {
-        y[i] = two[i] + bias[h];
+        y[i] = two[i] + columns.bias[h];
       }
     }
   };
   // Lane 8i + r has the place of row r of matrix i, of four: columns 0 and 8 of rows 0, then of rows 8.
-  int const row = lane / 16 * 8 + lane % 8, columns = 2 * (warp % 4) + lane / 8 % 2;
-  int const at = row * kRowBytes + (columns ^ row % 8) * 16;
+  int const row = lane / 16 * 8 + lane % 8, eight = 2 * (warp % 4) + lane / 8 % 2;
+  int const at = row * kRowBytes + (eight ^ row % 8) * 16;
   auto const write = [&](auto const& output) {
 #pragma unroll
     for (int first = 0; first < C::kTileM; first += C::kSlotRows) {
@@ -154,17 +190,16 @@ __device__ void write_sums(Params const& p, typename C::Epilogue const& epilogue
       uint8_t* const to = shared.slots[slot][group][0] + at;
 #pragma unroll
       for (int m = 0; m < C::kSlotRows; m += 16) {
-        uint32_t pairs[4];
+        float y[8];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float y[2];
-          results_of(&acc[(first + m) / 2 + 2 * i], &scales[m / 4 + i / 2 * 2], i % 2, y);
-          int const integers[2] = {};
-          pairs[i] = output.template round<uint32_t, 2>(y, integers);
+          results_of(&acc[(first + m) / 2 + 2 * i], &scales[m / 4 + i / 2 * 2], i % 2, &y[2 * i]);
         }
+        int const integers[8] = {};
+        uint4 const pairs = output.template round<uint4, 8>(y, integers);
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                          cute::cast_smem_ptr_to_uint(to + m * kRowBytes)),
-                     "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                     "r"(pairs.x), "r"(pairs.y), "r"(pairs.z), "r"(pairs.w)
                      : "memory");
       }
       cutlass::arch::fence_view_async_shared();
@@ -177,7 +212,15 @@ __device__ void write_sums(Params const& p, typename C::Epilogue const& epilogue
       slot = slot + 1 == C::kSlots ? 0 : slot + 1;
     }
   };
-  p.activation == Activation::kNone ? write(PlainOutput{p.out_dtype}) : write(p.output());
+  // Each in a loop of its own, which would take up to twice as long with the code of all of them, even to pass it by.
+  constexpr bool kHalf = std::is_same_v<typename C::Element, cutlass::half_t>;
+  if (p.activation == Activation::kNone) {
+    write(PlainOutput{p.out_dtype});
+  } else if (p.activation == Activation::kClamp && p.out_dtype == (kHalf ? DType::kF16 : DType::kBF16)) {
+    write(BoundedOutput<std::conditional_t<kHalf, __half2, __nv_bfloat162>>(p.low, p.high));
+  } else {
+    write(p.output());
+  }
 }
 
 }  // namespace jax_qmm::block_scaled

@@ -16,6 +16,10 @@ static cudaError_t launch(Submit const& submit, LaunchShape const& shape, void (
   return submit({reinterpret_cast<void const*>(kernel), fatbinData, shape, {{&arguments, sizeof(arguments)}...}});
 }
 
+// Of shared memory that a kernel may have without asking for it at its launch. XLA leaves 28 KB of an SM to L1 where a
+// kernel asks for any.
+constexpr int kStaticBytes = 48 << 10;
+
 // The next kernel may start, and wait for this one's results as this one does for those before it. Before Hopper,
 // kernels never overlap.
 __device__ inline void begin() {

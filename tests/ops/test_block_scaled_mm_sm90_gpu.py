@@ -131,23 +131,44 @@ def test_blocks_stay_and_share_tiles(m, n, k, block, batch, out_dtype, bits, dty
         assert every or (bits == 8 and block % (128 if dtype == F16 else 64))  # none scales weights
 
 
-@pytest.mark.parametrize("activation, low, high", [("clamp", -0.25, 0.5), ("gelu", 0, 0), ("silu", 0, 0)])
-def test_activations_of_persistent_blocks(activation, low, high, extension, oracle):
-    x, q, scale, zero_point = operands(30, 140, 40, 904, BF16, 4, 64, "int8")
-    w, kwargs = pack(q, 4), dict(bits=4, block=64, out_dtype=BF16)
-    problem = extension.BlockScaledMmProblem(140, 40, 904, 1, "bfloat16", "bfloat16", 4, 64, "int8")
-    after = dict(activation=activation, low=low, high=high)
-    for words, workspace in problem.choices(_extension.gpu()):
+def restrict_to_each_that_stays(extension, *problem):
+    for words, workspace in extension.BlockScaledMmProblem(*problem).choices(_extension.gpu()):
         if "persistent" in words or "stream-K" in words:
             extension.restrict_block_scaled_mm(words)
-            plain = call(x, w, scale, zero_point, **kwargs, workspace=workspace)
-            out = call(x, w, scale, zero_point, **kwargs, **after, workspace=workspace)
-            y = plain.astype(F32)
-            name = (low, high) if activation == "clamp" else activation
-            expected = oracle.activated(y.astype("d"), name).astype("d")
-            # The activation has what was not rounded yet; its slope is at most 1.13.
-            bound = (1.13 * UNIT[BF16] + 2.0**-20) * np.abs(y) + UNIT[BF16] * np.abs(expected)
-            assert np.all(np.abs(out.astype("d") - expected) <= bound)
+            yield workspace
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_curves_of_persistent_blocks(activation, extension, oracle):
+    x, q, scale, zero_point = operands(30, 140, 40, 904, BF16, 4, 64, "int8")
+    kwargs = dict(bits=4, block=64, out_dtype=BF16)
+    for workspace in restrict_to_each_that_stays(extension, 140, 40, 904, 1, "bfloat16", "bfloat16", 4, 64, "int8"):
+        plain, out = (
+            call(x, pack(q, 4), scale, zero_point, **kwargs, activation=name, workspace=workspace)
+            for name in ("none", activation)
+        )
+        y = plain.astype(F32)
+        expected = oracle.activated(y.astype("d"), activation).astype("d")
+        # The activation has what was not rounded yet; its slope is at most 1.13.
+        bound = (1.13 * UNIT[BF16] + 2.0**-20) * np.abs(y) + UNIT[BF16] * np.abs(expected)
+        assert np.all(np.abs(out.astype("d") - expected) <= bound)
+
+
+@pytest.mark.parametrize("dtype, out_dtype", [(BF16, BF16), (BF16, F16), (F16, F16), (F8, BF16)])
+def test_bounds_of_persistent_blocks(dtype, out_dtype, extension):
+    x, q, scale, zero_point = operands(30, 140, 40, 912, dtype, 4, 128, "int8")
+    x[0, 3], x[0, 4, 60] = 0, np.nan
+    kwargs = dict(bits=4, block=128, out_dtype=out_dtype)
+    names = [jnp.dtype(each).name for each in (dtype, out_dtype)]
+    for workspace in restrict_to_each_that_stays(extension, 140, 40, 912, 1, *names, 4, 128, "int8"):
+        both = dict(kwargs, workspace=workspace)
+        plain = call(x, pack(q, 4), scale, zero_point, **both).astype(F32)
+        assert np.isnan(plain[0, 4]).all()
+        for low, high in ((0, np.inf), (0, 6), (-0.3, 0.7), (-np.inf, -1e-3)):
+            out = call(x, pack(q, 4), scale, zero_point, **both, activation="clamp", low=low, high=high)
+            # Rounding keeps order, so that it makes no difference whether it comes first.
+            bounds = np.array([low, high]).astype(out_dtype).astype(F32)
+            np.testing.assert_array_equal(out.astype(F32), np.clip(plain, *bounds))
 
 
 @pytest.mark.parametrize("batch", [(2, 2), (2, 1), (1, 2)])

@@ -27,6 +27,7 @@ TESTS = {
         BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[64-520-1288-320-batch2-bfloat16-bfloat16-4]"),
         BLOCKS_SM90.format("test_blocks_stay_and_share_tiles[48-72-4232-384-batch3-bfloat16-bfloat16-4]"),
     ],
+    "bounds of streams": [BLOCKS_SM90.format("test_bounds_of_persistent_blocks[bfloat16-bfloat16]")],
     "weights of windows": [
         WEIGHTS_OF_WINDOWS.format(f"test_windows_by_wgmma[{tile}-bfloat16-4-{name}]")
         for tile, name in (
@@ -159,6 +160,8 @@ MUTANTS = [
     Mutant("direct: a scale is at the beginning of its word", DIRECT, " >> (where >> bit) % 4 * 8", ""),
     Mutant("direct: x that stays of one step", DIRECT, "(is_first_) {", "(is_first_ && step_ == 0) {"),
     Mutant("direct: x that stays is all in one place", DIRECT, "copy_x(step_ * x_bytes_)", "copy_x(0)"),
+    Mutant("direct: one warp more in what is static", DIRECT, "warp < p.static_warps", "warp <= p.static_warps"),
+    Mutant("direct: warps share what is asked for", DIRECT, "(warp - p.static_warps) * p.warp_bytes", "0"),
     Mutant("direct: rows of x beyond M", DIRECT, "row < p_.m; row", "row < C::kTileM; row"),
     Mutant("weights by wgmma: no wait for loads", WEIGHTS, "    Full::wait(&shared.full[stage], phase);\n"),
     Mutant(
@@ -199,7 +202,7 @@ MUTANTS = [
     Mutant(
         "weights of streams: no room for others' zeros", LAUNCH, "C::kPersistent ? C::kTileM / C::kShare", "false ? 1"
     ),
-    Mutant("weights of streams: columns of another row", STREAMS, "(columns ^ row % 8) * 16", "columns * 16"),
+    Mutant("weights of streams: columns of another row", STREAMS, "(eight ^ row % 8) * 16", "eight * 16"),
     Mutant(
         "weights of streams: results are stored unseen", STREAMS, "      cutlass::arch::fence_view_async_shared();\n"
     ),
@@ -221,7 +224,25 @@ MUTANTS = [
         "              if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);\n",
     ),
     Mutant("weights of streams: one block's sums for several", STREAMS, "(other + j) * kCount", "other * kCount"),
-    Mutant("weights of streams: biases beyond the last column", STREAMS, "n < p.n ? p.bias", "true ? p.bias"),
+    Mutant(
+        "weights of streams: biases beyond the last column",
+        STREAMS,
+        "min(piece.first_n + row + 8 * h, p.n - 1)",
+        "piece.first_n + row + 8 * h",
+    ),
+    Mutant("weights of streams: the bias of the first column for both", STREAMS, "row + 8 * h, p.n", "row, p.n"),
+    Mutant(
+        "bounds of streams: none above",
+        STREAMS,
+        "quantize::min_nan(rounded(values[i], values[i + 1]), high)",
+        "rounded(values[i], values[i + 1])",
+    ),
+    Mutant(
+        "bounds of streams: one result for two",
+        STREAMS,
+        "rounded(values[i], values[i + 1])",
+        "rounded(values[i], values[i])",
+    ),
     Mutant(
         "weights in int8: the other half of a word", INT8_WEIGHTS, "lane % 2 == 0 ? 0x5410", "lane % 2 != 0 ? 0x5410"
     ),
