@@ -160,7 +160,6 @@ MUTANTS = [
     Mutant("direct: a scale is at the beginning of its word", DIRECT, " >> (where >> bit) % 4 * 8", ""),
     Mutant("direct: x that stays of one step", DIRECT, "(is_first_) {", "(is_first_ && step_ == 0) {"),
     Mutant("direct: x that stays is all in one place", DIRECT, "copy_x(step_ * x_bytes_)", "copy_x(0)"),
-    Mutant("direct: one warp more in what is static", DIRECT, "warp < p.static_warps", "warp <= p.static_warps"),
     Mutant("direct: warps share what is asked for", DIRECT, "(warp - p.static_warps) * p.warp_bytes", "0"),
     Mutant("direct: rows of x beyond M", DIRECT, "row < p_.m; row", "row < C::kTileM; row"),
     Mutant("weights by wgmma: no wait for loads", WEIGHTS, "    Full::wait(&shared.full[stage], phase);\n"),
