@@ -249,7 +249,7 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) direct_kernel(Params p) {
 #if __CUDA_ARCH__ >= 800  // else nothing: select.cc chooses no kernel
   constexpr int kTilesM = C::kTileM / 8;
-  // Of as many warps as it has room for, behind the sums of all; of the others behind it.
+  // Has the sums of all, and behind them the stages of as many warps as there is room for; the others' are asked for.
   __shared__ __align__(128) uint8_t shared[kStaticBytes];
   extern __shared__ __align__(128) uint8_t more_shared[];
   auto* const partial = reinterpret_cast<float*>(shared);
