@@ -1,22 +1,18 @@
 """The kernels for convolutions, each tile in turn: bit for bit as the reference, and as integers in numpy."""
 
-import dataclasses
-import math
-
 import conv_oracle
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-from conv_oracle import case, int8
+from conv_calls import BF16, F8, F16, F32, SAME, check, id_of, of_gpu, operands, output_of, residual_of, shifted
+from conv_oracle import case
 
 import jax_qmm
 from jax_qmm import QArray, _extension
 
 pytestmark = pytest.mark.gpu
 
-F32, BF16, F16, F8 = np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
 PORTABLE = tuple(f"sm80 implicit GEMM {tile} int8" for tile in ("64x64x64", "64x64x128", "128x64x64", "128x128x64"))
 # Of Hopper: each swizzle, weights that two blocks share, and the widest tile; and those that split K over blocks.
 HOPPER, IN_PARTS = (
@@ -27,8 +23,6 @@ HOPPER, IN_PARTS = (
     )
 )
 RESIDENT = tuple(f"sm90 resident weights {tile} int8" for tile in ("64x64x64", "64x64x128"))
-SHORT_WINDOWS = tuple(f"sm80 windows of {size} bytes int8" for size in (64, 128, 224))
-SAME = ((1, 1), (1, 1))
 
 # Windows of every kind, with few values in a stage of K and more than one, and tiles that begin and end within images.
 CASES = {
@@ -57,61 +51,6 @@ CASES = {
     "two outputs of each channel": case((7, 6), (3, 2), (1, 2), padding=SAME, channels=1, out=2, groups=5),
 }
 
-# Each channel by itself, 4 or 16 at a time, in part of a block's threads, in all, and in those of two blocks.
-DEPTHWISE = {
-    "4 channels": case((9, 7), (3, 3), padding=SAME, channels=1, out=1, groups=4, images=3),
-    "20 channels": case((9, 7), (3, 3), (2, 1), ((0, 1), (2, -1)), channels=1, out=1, groups=20, images=3),
-    "48 channels": case((19, 13), (3, 3), padding=SAME, channels=1, out=1, groups=48),
-    "144 channels": case((6, 5), (5, 3), padding=((2, 2), (4, 0)), rhs_dilation=(1, 2), channels=1, out=1, groups=144),
-    "148 channels": case((6, 5), (1, 2), channels=1, out=1, groups=148),
-    "one axis": case((30,), (4,), padding=((3, 0),), channels=1, out=1, groups=16),
-    "three axes": case((4, 5, 6), (2, 3, 2), (1, 2, 1), ((1, 0), (0, 2), (1, 1)), channels=1, out=1, groups=16),
-    "cut": case((8, 9), (3, 3), padding=((-1, 0), (-2, -1)), channels=1, out=1, groups=4),
-    "dilation": case((8, 9), (3, 3), padding=SAME, rhs_dilation=(2, 2), channels=1, out=1, groups=16),
-    "256 taps": case((9, 9), (16, 16), padding=((8, 8), (9, 9)), channels=1, out=1, groups=4),
-}
-
-
-def square(image, taps, stride, padding=None, **sizes):
-    padding = padding or ((taps // 2, taps // 2),) * 2
-    return case(image, (taps, taps), (stride, stride), padding, channels=1, out=1, **sizes)
-
-
-# Each channel by itself, by the windows that have kernels of their own, whose tiles of 4 by 1 or 2 outputs end within
-# the image or beyond it; channels as above.
-SQUARES = {
-    "3x3": square((9, 7), 3, 1, groups=4, images=3),
-    "3x3, 144 channels": square((6, 8), 3, 1, groups=144),
-    "3x3, 148 channels": square((3, 2), 3, 1, groups=148),
-    "3x3, cut": square((9, 10), 3, 1, ((-1, 0), (-2, -1)), groups=4),
-    "3x3, wide padding": square((2, 3), 3, 1, ((5, 4), (4, 6)), groups=20),
-    "3x3, several tiles of a thread": square((70, 66), 3, 1, groups=48, images=-8),
-    "3x3 stride 2": square((9, 12), 3, 2, groups=20, images=3),
-    "3x3 stride 2, uneven": square((8, 7), 3, 2, ((0, 1), (2, -1)), groups=48),
-    "5x5": square((9, 7), 5, 1, groups=20, images=3),
-    "5x5 stride 2": square((9, 12), 5, 2, groups=20, images=3),
-    "7x7": square((9, 7), 7, 1, groups=20, images=3),
-    "7x7, small image": square((2, 3), 7, 1, groups=4),
-}
-
-# Windows of few bytes, with lines of images that are copied in pieces of 16 bytes, of which the first begins in the
-# image's padding or not, and others; and tiles of 4, 8 and 16 lines, of which blocks take one or several.
-SHORT = {
-    "7x7 stride 2": case((37, 40), (7, 7), (2, 2), ((3, 2), (3, 3)), channels=3, out=40, images=3),
-    "pieces of 4 bytes": case((17, 15), (3, 3), padding=SAME, channels=4, out=35),
-    "asymmetric padding": case((8, 12), (3, 3), (2, 1), ((0, 3), (6, 1)), channels=4, out=64),
-    "cut": case((12, 36), (3, 2), (1, 2), ((-2, 1), (-1, -3)), channels=8, out=17),
-    "wide padding": case((3, 4), (2, 2), (1, 1), ((5, 4), (4, 6)), channels=16, out=8),
-    "dilation": case((11, 24), (3, 2), (1, 2), ((2, 2), (0, 3)), (3, 4), channels=8, out=12),
-    "one axis": case((150,), (5,), (2,), ((3, 1),), channels=12, out=9, images=3),
-    "several turns": case((35, 34), (3, 3), padding=SAME, channels=4, out=64, images=-4),
-    "many turns": case((34, 33), (2, 2), channels=4, out=33, images=-1),
-}
-
-
-def id_of(words):
-    return words.replace("sm80 ", "").replace("sm90 ", "").replace("implicit GEMM ", "").replace(" int8", "")
-
 
 @pytest.fixture(params=PORTABLE + HOPPER, ids=id_of)
 def tile(request, extension):
@@ -123,74 +62,9 @@ def tile(request, extension):
     extension.restrict_conv("")
 
 
-@pytest.fixture
-def general(extension):
-    """Has no depthwise convolution take a kernel of square windows."""
-    extension.restrict_conv("channels int8")
-    yield "depthwise"
-    extension.restrict_conv("")
-
-
 def of_hopper(c):
     """Whether Hopper's kernels serve a case: up to two spatial axes, and channels in 16s."""
     return len(c.taps) <= 2 and c.channels % 16 == 0
-
-
-def of_gpu(c, gpu):
-    """A case whose images are as many as the GPU has SMs, or one for so many of them, if it says so."""
-    return c if c.images > 0 else dataclasses.replace(c, images=max(2, gpu.sm_count // -c.images))
-
-
-def along_first(vector, ndim):
-    return jnp.asarray(vector).reshape(-1, *(1,) * (ndim - 1))
-
-
-def operands(c, zero_l=None, zero_r=None, of_image=True, of_channel=True, seed=0):
-    """QArrays; of zero points "each" means any, and a number the same for all."""
-    rng = np.random.default_rng(seed)
-
-    def qarray(shape, zero, many):
-        count = shape[0] if many else 1
-        scale = (rng.uniform(0.001, 0.02, count) * rng.choice([-1, 1], count)).astype(F32)
-        zero = rng.integers(-128, 128, count) if zero == "each" else None if zero is None else np.full(count, zero)
-        leaves = (None if x is None else along_first(x, len(shape)) for x in (scale, zero))
-        scale, zero = leaves
-        return QArray(jnp.asarray(int8(rng, *shape)), scale, None if zero is None else zero.astype(jnp.int32))
-
-    return qarray(c.lhs_shape(), zero_l, of_image), qarray(c.rhs_shape(), zero_r, of_channel)
-
-
-def check(on_reference, c, lhs, rhs, bias=None, tile=None, kernel="implicit GEMM", **options):
-    f = lambda lhs, rhs, bias: jax_qmm.conv_general_dilated(lhs, rhs, **c.keywords(), bias=bias, **options)
-    (row,) = jax_qmm.explain(f, lhs, rhs, bias).rows
-    words = f" {tile.partition(' ')[2]} " if tile else kernel  # without the architecture, which is shown as compiled
-    assert words in row.runs_on, row.runs_on
-    got, want = jax.device_get(jax.jit(f)(lhs, rhs, bias)), jax.device_get(on_reference(f, lhs, rhs, bias))
-    assert got.dtype == want.dtype
-    np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
-    return got
-
-
-def output_of(dtype):
-    """Options for results of a dtype, which quantize those of 8 bits."""
-    zero_point = dict(out_zero_point=-7) if dtype == np.int8 else {}
-    return dict(out_dtype=dtype) | (dict(out_scale=0.05) if dtype in (np.int8, F8) else {}) | zero_point
-
-
-def residual_of(c, kind, seed=9):
-    """What is added to a case's results, of a dtype; None for none."""
-    floats = (jax.ShapeDtypeStruct(shape, F32) for shape in (c.lhs_shape(), c.rhs_shape()))
-    f = lambda lhs, rhs: jax.lax.conv_general_dilated(lhs, rhs, **c.keywords())
-    shape, rng = jax.eval_shape(f, *floats).shape, np.random.default_rng(seed)
-    if kind is None or "int8" not in kind:
-        return kind and jnp.asarray(rng.normal(0, 3, shape), kind)
-    of_all = lambda x: jnp.full((1,) * len(shape), x)
-    return QArray(jnp.asarray(int8(rng, *shape)), of_all(0.03), of_all(-7) if "zero point" in kind else None)
-
-
-def shifted(q):
-    zero = 0 if q.zero_point is None else np.asarray(q.zero_point, np.int64)
-    return np.asarray(q.qvalue, np.int64) - zero
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -241,56 +115,6 @@ def test_groups_of_few_channels_become_one(on_reference, tile):
     lhs, rhs = operands(c, "each")
     got = check(on_reference, c, lhs, rhs, tile=tile, out_dtype=jnp.int32)
     np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
-
-
-@pytest.mark.parametrize("name", DEPTHWISE)
-@pytest.mark.parametrize("zero_points", [(None, None), ("each", "each"), (127, None), (None, -128)], ids=str)
-def test_sums_of_each_channel(on_reference, general, name, zero_points):
-    c = DEPTHWISE[name]
-    lhs, rhs = operands(c, *zero_points)
-    words = f"{general} {16 if c.groups % 16 == 0 else 4} channels"
-    got = check(on_reference, c, lhs, rhs, kernel=words, out_dtype=jnp.int32)
-    np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
-
-
-@pytest.mark.parametrize("name", SQUARES)
-@pytest.mark.parametrize("zero_points", [(None, None), ("each", "each"), (127, None), (None, -128)], ids=str)
-def test_sums_of_squares(on_reference, gpu, name, zero_points):
-    c = of_gpu(SQUARES[name], gpu)
-    lhs, rhs = operands(c, *zero_points)
-    got = check(on_reference, c, lhs, rhs, kernel=f"depthwise {name.partition(',')[0]} int8", out_dtype=jnp.int32)
-    np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
-
-
-@pytest.mark.parametrize("name", ["3x3", "3x3 stride 2", "7x7"])
-@pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
-def test_outputs_of_squares(on_reference, name, out_dtype):
-    c = SQUARES[name]
-    activation = (-1, 3) if out_dtype == np.int8 else None
-    bias = jnp.asarray(np.linspace(-1, 1, c.groups, dtype=F32))
-    check(on_reference, c, *operands(c, "each"), bias, None, "depthwise", activation=activation, **output_of(out_dtype))
-
-
-@pytest.mark.parametrize("tile", SHORT_WINDOWS, indirect=True, ids=id_of)
-@pytest.mark.parametrize("name", SHORT)
-@pytest.mark.parametrize("zero_points", [(None, None), ("each", "each"), (127, None)], ids=str)
-def test_sums_of_short_windows(on_reference, gpu, tile, name, zero_points):
-    c = of_gpu(SHORT[name], gpu)
-    if math.prod(c.taps) * (-(-c.channels // 4) * 4) > int(tile.split()[3]):
-        pytest.skip("the window has more bytes")
-    lhs, rhs = operands(c, *zero_points)
-    got = check(on_reference, c, lhs, rhs, tile=tile, out_dtype=jnp.int32)
-    np.testing.assert_array_equal(got, conv_oracle.sums(c, shifted(lhs), shifted(rhs)).astype(np.int32))
-
-
-@pytest.mark.parametrize("tile", SHORT_WINDOWS, indirect=True, ids=id_of)
-@pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
-@pytest.mark.parametrize("out, activation", [(40, None), (35, "relu"), (36, (-0.5, 0.25))])
-def test_outputs_of_short_windows(on_reference, tile, out, activation, out_dtype):
-    """With rows of the output that begin at whole stores and others."""
-    c = case((9, 20), (3, 3), padding=SAME, channels=4, out=out, images=3)
-    bias = jnp.asarray(np.linspace(-1, 1, out, dtype=F32).astype(BF16))
-    check(on_reference, c, *operands(c, "each"), bias, tile=tile, activation=activation, **output_of(out_dtype))
 
 
 @pytest.mark.parametrize("zero_l", [None, -128, 127, "each"])
@@ -361,22 +185,6 @@ def test_residuals_of_groups(on_reference, tile):
     """Rows of residual and output are aligned to whole loads and stores, and groups in them are not."""
     c = case((4, 5), (3, 3), padding=SAME, channels=16, out=12, groups=4)
     check(on_reference, c, *operands(c), tile=tile, out_dtype=BF16, residual=residual_of(c, "int8"))
-
-
-@pytest.mark.parametrize("groups", [4, 20])
-def test_residuals_of_each_channel_are_added_by_xla(on_reference, groups):
-    c = case((6, 5), (3, 3), padding=SAME, channels=1, out=1, groups=groups)
-    bias = jnp.asarray(np.linspace(-1, 1, groups, dtype=F32))
-    options = output_of(np.int8) | dict(activation="relu", residual=residual_of(c, "int8"))
-    check(on_reference, c, *operands(c, "each"), bias, kernel="what follows the sums by XLA", **options)
-
-
-@pytest.mark.parametrize("out_dtype", [F32, BF16, F16, np.int8, F8])
-@pytest.mark.parametrize("groups", [20, 32])
-def test_outputs_of_each_channel(on_reference, general, groups, out_dtype):
-    c = case((6, 5), (3, 3), padding=SAME, channels=1, out=1, groups=groups, images=3)
-    bias = jnp.asarray(np.linspace(-1, 1, groups, dtype=F32))
-    check(on_reference, c, *operands(c, "each"), bias, None, general, **output_of(out_dtype))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])

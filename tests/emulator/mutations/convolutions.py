@@ -3,6 +3,8 @@
 from mutations.mutant import Mutant
 
 CONVS = "tests/ops/test_conv_gpu.py::{}"
+DEPTHWISE_CONVS = "tests/ops/test_depthwise_conv_gpu.py::{}"
+CONVS_OF_SHORT_WINDOWS = "tests/ops/test_short_window_conv_gpu.py::{}"
 TESTS = {
     "conv": [
         *(
@@ -25,17 +27,19 @@ TESTS = {
     ],
     "short windows": [
         *(
-            CONVS.format(f"test_sums_of_short_windows[(127, None)-{name}-windows of {size} bytes]")
+            CONVS_OF_SHORT_WINDOWS.format(f"test_sums_of_short_windows[windows of {size} bytes-(127, None)-{name}]")
             for name, size in (
                 *(("7x7 stride 2", 224), ("asymmetric padding", 64), ("cut", 64), ("one axis", 64)),
                 *(("several turns", 64), ("pieces of 4 bytes", 64)),
             )
         ),
-        CONVS.format("test_outputs_of_short_windows[35-relu-int8-windows of 64 bytes]"),
+        CONVS_OF_SHORT_WINDOWS.format("test_outputs_of_short_windows[windows of 64 bytes-35-relu-int8]"),
     ],
-    "depthwise": [CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 148)],
+    "depthwise": [
+        DEPTHWISE_CONVS.format(f"test_sums_of_each_channel[(127, None)-{count} channels]") for count in (20, 48, 148)
+    ],
     "squares": [
-        CONVS.format(f"test_sums_of_squares[(127, None)-{name}]")
+        DEPTHWISE_CONVS.format(f"test_sums_of_squares[(127, None)-{name}]")
         for name in (
             "3x3, 148 channels",
             "3x3, several tiles of a thread",
