@@ -120,7 +120,7 @@ class StepsOfWarp {
   template <class T>
   __device__ static T* at(uint32_t address) {
     extern __shared__ __align__(128) uint8_t more_shared[];
-    return reinterpret_cast<T*>(more_shared + (address - address_of(more_shared)));
+    return reinterpret_cast<T*>(more_shared + int32_t(address - address_of(more_shared)));
   }
 
   __device__ void next() {
@@ -344,9 +344,10 @@ cudaError_t launch_direct(BlockScaledMm const& problem, int split, Submit const&
   int64_t const blocks = std::max(resident / problem.batch, ceil_div(params.tiles_n, most));
   params.blocks_n = unsigned(std::min<int64_t>(params.tiles_n, blocks));
   params.stages = fits(bytes(2, 2)) ? 2 : 1;
-  // x stays for the next tiles, unless it is so much that it had better come again from an L1 that is larger.
-  int const every = bytes(2, params.steps);
-  bool const several = params.tiles_n > params.blocks_n, stays = fits(every) && every <= 2 * bytes(2, 2);
+  // x stays for the next tiles, unless it is so much that it had better come again from an L1 that is larger, because
+  // nothing else asks for memory.
+  int const every = bytes(2, params.steps), few = bytes(2, 2);
+  bool const several = params.tiles_n > params.blocks_n, stays = fits(every) && (asked(few) > 0 || every <= 2 * few);
   params.x_steps = several && stays ? params.steps : params.stages;
   params.warp_bytes = bytes(params.stages, params.x_steps);
   params.static_warps = static_warps(params.warp_bytes);

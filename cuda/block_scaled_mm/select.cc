@@ -68,8 +68,8 @@ struct Costs {
   double l2;                 // bytes that an SM gets of it in a cycle
   double copying;            // of a copy's rate, at which weights come
   double adding = 2.6e-6;    // seconds, of a second kernel for the sums of parts beside reading them
-  // Of persistent blocks, in seconds: from one tile to the next, and to share tiles; and the part by which steps take
-  // longer where blocks are at different columns of x.
+  // Of persistent blocks, in seconds: from one tile to the next (not with gelu or silu), and to share tiles; and the
+  // part by which steps take longer where blocks are at different columns of x.
   double next_tile = 0, sharing = 0, apart = 0;
   double rate = 0.89;  // of the tensor cores' peak
 };

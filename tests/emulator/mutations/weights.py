@@ -237,6 +237,12 @@ MUTANTS = [
         "rounded(values[i], values[i + 1])",
     ),
     Mutant(
+        "bounds of streams: none below",
+        STREAMS,
+        "quantize::max_nan(quantize::min_nan(rounded(values[i], values[i + 1]), high), low)",
+        "quantize::min_nan(rounded(values[i], values[i + 1]), high)",
+    ),
+    Mutant(
         "bounds of streams: one result for two",
         STREAMS,
         "rounded(values[i], values[i + 1])",
