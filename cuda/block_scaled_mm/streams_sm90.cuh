@@ -110,8 +110,9 @@ struct ColumnTerms {
 
 // Results between bounds, two at once: rounding keeps their order, so that what is rounded may be compared with bounds
 // that are.
-template <class Pair>
+template <class T>
 struct BoundedOutput {
+  using Pair = quantize::Pair<T>;
   Pair low, high;
 
   __device__ BoundedOutput(float low, float high) : low(rounded(low, low)), high(rounded(high, high)) {}
@@ -129,11 +130,8 @@ struct BoundedOutput {
   }
 
   __device__ static Pair rounded(float first, float second) {
-    if constexpr (std::is_same_v<Pair, __half2>) {
-      return __floats2half2_rn(first, second);
-    } else {
-      return __floats2bfloat162_rn(first, second);
-    }
+    uint32_t const pair = round_pair(first, second, T());
+    return reinterpret_cast<Pair const&>(pair);
   }
 };
 
@@ -217,7 +215,7 @@ __device__ void write_sums(Params const& p, typename C::Epilogue const& epilogue
   if (p.activation == Activation::kNone) {
     write(PlainOutput{p.out_dtype});
   } else if (p.activation == Activation::kClamp && p.out_dtype == (kHalf ? DType::kF16 : DType::kBF16)) {
-    write(BoundedOutput<std::conditional_t<kHalf, __half2, __nv_bfloat162>>(p.low, p.high));
+    write(BoundedOutput<std::conditional_t<kHalf, __half, __nv_bfloat16>>(p.low, p.high));
   } else {
     write(p.output());
   }
