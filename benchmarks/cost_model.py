@@ -29,6 +29,7 @@ from jax_qmm import _extension, tuning
 from jax_qmm.bench import convs, measure, tune
 from jax_qmm.tuning import Cost, Product
 
+LAST_END = 1.5  # microseconds, of the last tile of a pingpong kernel with the full epilogue: kLastEnd of cost.cc
 FIELDS = ("dtype", "out_dtype", "full_epilogue", "fast_accum", "m", "n", "k", "kernel", "us")
 
 # Weights (N, K): linear layers of Llama 3, Qwen 2.5, Gemma 2, DeepSeek V3, Mistral, Phi 3, BERT, their tensor-parallel
@@ -278,8 +279,10 @@ def fit_full_tiles(kernels, gpu, times, costs):
         waves, k_tiles, copy, us, part = np.array(lines).T
         cost = costs[key]
         products = k_tiles * cost.k_tile
-        ends = np.maximum(products + cost.tile, tried) if "pingpong" in cost.kernel else products + tried
-        off = np.log(cost.launch + np.cbrt((waves * ends) ** 3 + (copy * cost.reading) ** 3)) - np.log(us)
+        pingpong = "pingpong" in cost.kernel
+        ends = np.maximum(products + cost.tile, tried) if pingpong else products + tried
+        launch = cost.launch + LAST_END * pingpong
+        off = np.log(launch + np.cbrt((waves * ends) ** 3 + (copy * cost.reading) ** 3)) - np.log(us)
         lost = (part**6 * np.minimum(np.abs(off), 0.3)).sum(1)
         yield key, cost._replace(full_tile=round(float(tried[lost.argmin(), 0]), 2))
 

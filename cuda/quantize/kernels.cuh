@@ -58,20 +58,6 @@ __device__ Range reduce(Range range) {
   return range;
 }
 
-// The sum of all threads of the warp, or of the block if it has one row of threads.
-__device__ inline int32_t reduce_sum(int32_t sum) {
-  sum = sum_of_lanes(sum);
-  if (blockDim.x > 32) {
-    __shared__ int32_t warps[32];
-    int const lane = threadIdx.x % 32;
-    __syncthreads();  // the sums of the row before this one have been read
-    if (lane == 0) warps[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = sum_of_lanes(lane < blockDim.x / 32 ? warps[lane] : 0);
-  }
-  return sum;
-}
-
 // Writes what a chunk becomes, and gives the sum of that, if it is asked for.
 template <Kind kind, bool kBounded, bool kSums, class In, int V>
 __device__ int32_t store(Chunk<In, V> const& c, uint8_t* out, Divisor divisor, float zero_point) {
@@ -156,6 +142,15 @@ struct Sums {
 template <>
 struct Sums<false> {};
 
+// What all threads of a warp have of a row, in memory: without a barrier, as the other warps add theirs.
+template <bool kSums>
+__device__ void add_to_row(Sums<kSums> const& sums, int64_t row, int32_t of_thread) {
+  if constexpr (kSums) {
+    int32_t const sum = sum_of_lanes(of_thread);
+    if (threadIdx.x % 32 == 0) atomicAdd(&sums.of_rows[row], sum);
+  }
+}
+
 // Dynamic, one scale for each row. Each row of threads takes one row of x, a piece at a time; where that is one piece,
 // x is read once, otherwise a second time, from the L2 cache if it is not too long, starting with the piece at hand.
 // Small rows always are one piece.
@@ -180,6 +175,9 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, kSmThreads / kRowThreads<V,
     first += step;
   }
 
+  if constexpr (kSums) {
+    if (threadIdx.x == 0) sums.of_rows[row] = 0;  // before others of the block add to it, after a barrier
+  }
   Range const range = reduce<kind>(bounds.range());
   Scale<kind> const scale(range);
   if (threadIdx.x == 0) {
@@ -189,14 +187,9 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, kSmThreads / kRowThreads<V,
   // Padding is common, and zeros stay the same zeros whatever divides them.
   Divisor const divisor(range.high == 0 && range.low == 0 ? 1.0f : scale.scale);
   float const zero_point = static_cast<float>(scale.zero_point);
-  auto const write_sum = [&](int32_t sum) {
-    if constexpr (kSums) {
-      sum = reduce_sum(sum);
-      if (threadIdx.x == 0) sums.of_rows[row] = sum;
-    }
-  };
   if (!divisor.quick)
-    return write_sum(quantize_slowly<kind, kSums>(x, q, threadIdx.x, cols, blockDim.x, scale.scale, zero_point));
+    return add_to_row(sums, row,
+                      quantize_slowly<kind, kSums>(x, q, threadIdx.x, cols, blockDim.x, scale.scale, zero_point));
   int32_t sum = 0;
   while (true) {
     sum += piece.template store<true, kSums>(q, first, cols, divisor, zero_point);
@@ -204,7 +197,7 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, kSmThreads / kRowThreads<V,
     first -= step;
     piece.load(x, first, cols);
   }
-  write_sum(sum);
+  add_to_row(sums, row, sum);
 }
 
 // Dynamic, one scale for each row of `lanes` chunks: a power of two, up to a warp's. Each thread has a chunk of some
@@ -315,10 +308,7 @@ __global__ void __launch_bounds__(kPieceThreads, V > 1 && kSmThreads > 1024 ? 5 
       sum = quantize_slowly<kind, kSums>(x + row * cols, q + row * cols, first + threadIdx.x, min(first + step, cols),
                                          blockDim.x, scale.scale, zero_point);
     }
-    if constexpr (kSums) {
-      sum = reduce_sum(sum);
-      if (threadIdx.x == 0) atomicAdd(&sums.of_rows[row], sum);
-    }
+    add_to_row(sums, row, sum);
   }
 }
 

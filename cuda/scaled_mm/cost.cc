@@ -45,7 +45,8 @@ std::optional<ScaledMmTerms> terms_of(Instance const& i, ScaledMm const& problem
 }
 
 // Microseconds of a wave of tiles. Pingpong kernels apply the full epilogue while they multiply the next tile, one
-// warpgroup at a time: it shows where K is short.
+// warpgroup at a time: it shows where K is short, and at the last tile.
+constexpr double kLastEnd = 1.5;
 double wave_us(Instance const& i, ScaledMmCost const& cost, double k_tiles) {
   double const products = k_tiles * cost.k_tile;
   if (!i.full_epilogue) return products + cost.tile;
@@ -56,7 +57,8 @@ double wave_us(Instance const& i, ScaledMmCost const& cost, double k_tiles) {
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
 double predict(Instance const& i, ScaledMmCost const& cost, ScaledMmTerms const& t) {
   auto const cube = [](double x) { return x * x * x; };
-  return cost.launch + std::cbrt(cube(t.waves * wave_us(i, cost, t.k_tiles)) + cube(t.copy_us * cost.reading));
+  double const last = i.full_epilogue && i.schedule == Schedule::kPingpong ? kLastEnd : 0;
+  return cost.launch + last + std::cbrt(cube(t.waves * wave_us(i, cost, t.k_tiles)) + cube(t.copy_us * cost.reading));
 }
 
 }  // namespace

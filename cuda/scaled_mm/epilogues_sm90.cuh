@@ -193,13 +193,17 @@ struct Epilogue {
     return Producer<decltype(args.epi_tile)>(Source(params, args), slots, args.thread_idx);
   }
 
-  // A thread's part of a term, for the fragments of a subtile.
+  // A thread's part of a term, for the fragments of a subtile. The full epilogue has no registers to keep it in, and
+  // reads it from shared memory again for each fragment.
   template <class T, bool AlongRows, class SmemTensor, class RegTensor>
   struct Operand {
     SmemTensor smem;   // (CPY, CPY_M, CPY_N, EPI_M, EPI_N, slot)
     RegTensor values;  // (CPY, CPY_M, CPY_N)
+    int of_m, of_n, of_slot;
 
     CUTLASS_DEVICE void load(int epi_m, int epi_n, int slot) {
+      of_m = epi_m, of_n = epi_n, of_slot = slot;
+      if (kFull) return;
       if (!AlongRows && epi_m > 0) return;  // subtiles are visited along M first
       copy_aligned(filter_zeros(smem(_, _, _, epi_m, epi_n, slot)), filter(values));
     }
@@ -207,7 +211,9 @@ struct Epilogue {
     CUTLASS_DEVICE cutlass::Array<T, N> fragment(int epi_v) const {
       cutlass::Array<T, N> part;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < N; ++i) part[i] = values(epi_v * N + i);
+      for (int i = 0; i < N; ++i) {
+        part[i] = kFull ? smem(_, _, _, of_m, of_n, of_slot)(epi_v * N + i) : values(epi_v * N + i);
+      }
       return part;
     }
   };
@@ -221,7 +227,7 @@ struct Epilogue {
     Tensor smem =
         fusion::sm90_partition_for_epilogue<ReferenceSrc>(vectors, args.epi_tile, args.tiled_copy, args.thread_idx);
     Tensor values = make_tensor_like<T>(take<0, 3>(smem));
-    return Operand<T, kAlongRows, decltype(smem), decltype(values)>{smem, values};
+    return Operand<T, kAlongRows, decltype(smem), decltype(values)>{smem, values, 0, 0, 0};
   }
 
   template <bool ReferenceSrc, class Args>
@@ -262,20 +268,22 @@ struct Epilogue {
 
     template <class Accumulator, int N>
     CUTLASS_DEVICE cutlass::Array<Bits, N> visit(cutlass::Array<Accumulator, N> const& acc, int epi_v, int, int) {
-      Terms<kFull, Fragment<N>::template Of> fragments;
-      each_term<kInt8>([&](auto& to, auto const& operand) { to = operand.template fragment<N>(epi_v); }, fragments,
-                       operands);
-      auto const terms = [&](int i) {
-        return map_terms<Value>([&](auto const& fragment) { return fragment[i]; }, fragments);
+      auto const terms = [&](auto with_integers) {
+        Terms<kFull, Fragment<N>::template Of> fragments;
+        each_term<with_integers>([&](auto& to, auto const& operand) { to = operand.template fragment<N>(epi_v); },
+                                 fragments, operands);
+        return [=](int i) { return map_terms<Value>([&](auto const& fragment) { return fragment[i]; }, fragments); };
       };
       auto sums = acc;
       if (!kFull || source.params.has_zero_points()) {
+        auto const all = terms(bool_constant<kInt8>());
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < N; ++i) sums[i] = subtract_zero_points(sums[i], terms(i));
+        for (int i = 0; i < N; ++i) sums[i] = subtract_zero_points(sums[i], all(i));
       }
+      auto const floats = terms(false_type());
       cutlass::Array<float, N> values;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < N; ++i) values[i] = scale(sums[i], terms(i));
+      for (int i = 0; i < N; ++i) values[i] = scale(sums[i], floats(i));
       return output.template round<cutlass::Array<Bits, N>, N>(values, acc);
     }
   };

@@ -342,28 +342,50 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   auto const output = p.epilogue.output.of(smem.out_scale, smem.out_zero_point);
   auto* const out =
       static_cast<Bits*>(p.out) + l * p.out_batch_stride + int64_t(first_m + first_row) * p.n + first_n + column;
+  auto const write = [&](auto const& output, auto with_zero_points) {
 #pragma unroll 4
-  for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
-    auto sums = load_each(&partial[row][column]);
+    for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
+      auto sums = load_each(&partial[row][column]);
 #pragma unroll
-    for (int other = 1; other < kSplit; ++other) {
-      auto const more = load_each(&partial[other * kShare + row][column]);
+      for (int other = 1; other < kSplit; ++other) {
+        auto const more = load_each(&partial[other * kShare + row][column]);
 #pragma unroll
-      for (int j = 0; j < kEach; ++j) sums[j] = add(sums[j], more[j]);
+        for (int j = 0; j < kEach; ++j) sums[j] = add(sums[j], more[j]);
+      }
+      float values[kEach];
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        auto const value = [&](auto const& each, auto const& of) {
+          if constexpr (of.kOfRow)
+            return of.values[first_row + row];
+          else
+            return each[j];
+        };
+        auto const terms = map_terms<Value>(value, of_columns, smem.terms);
+        values[j] = scale(with_zero_points ? subtract_zero_points(sums[j], terms) : sums[j], terms);
+      }
+      using Out = cutlass::AlignedArray<Bits, kEach>;
+      *reinterpret_cast<Out*>(out + int64_t(row) * p.n) = output.template round<Out, kEach>(values, sums);
     }
-    float values[kEach];
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      auto const value = [&](auto const& each, auto const& of) {
-        if constexpr (of.kOfRow)
-          return of.values[first_row + row];
-        else
-          return each[j];
-      };
-      values[j] = apply(sums[j], map_terms<Value>(value, of_columns, smem.terms));
+  };
+  if constexpr (!T::kFull) {
+    write(output, true_type());
+  } else {
+    // Each in a loop of its own: a block runs it once, at the speed at which its code comes to the SM, and the code of
+    // the others comes too, even to be passed by. What a copy of the output is told the compiler knows.
+    auto own = output;
+    bool const has_zero_points = p.epilogue.has_zero_points();
+    if constexpr (sizeof(Bits) == 1) {
+      own.is_usual = true;
+      if (has_zero_points || !output.is_usual) return write(output, true_type());
+    } else {
+      own.activation = Activation::kClamp;
+      bool const is_plain = output.activation == Activation::kNone;
+      if (has_zero_points) return is_plain ? write(PlainOutput{output.dtype}, true_type()) : write(output, true_type());
+      if (is_plain) return write(PlainOutput{output.dtype}, false_type());
+      if (output.activation != Activation::kClamp) return write(output, false_type());
     }
-    using Out = cutlass::AlignedArray<Bits, kEach>;
-    *reinterpret_cast<Out*>(out + int64_t(row) * p.n) = output.template round<Out, kEach>(values, sums);
+    write(own, false_type());
   }
 }
 

@@ -166,8 +166,8 @@ def test_what_is_measured_is_read_again(cost_model, extension, h200, monkeypatch
 
 
 @pytest.mark.parametrize("gpu, file, plain, full", [
-    ("NVIDIA H100 80GB HBM3", "../h100/kernels.csv.gz", (800, 1.02, 1.4), (190, 1.035, 1.6)),
-    ("NVIDIA H200", "full_epilogue_kernels.csv.gz", (180, 1.05, 2.0), (345, 1.025, 1.7)),
+    ("NVIDIA H100 80GB HBM3", "../h100/kernels.csv.gz", (800, 1.02, 1.4), (165, 1.025, 1.6)),
+    ("NVIDIA H200", "full_epilogue_kernels.csv.gz", (180, 1.05, 2.0), (285, 1.025, 1.5)),
 ])  # fmt: skip
 def test_choices_are_near_the_fastest_with_both_epilogues(cost_model, extension, stored, gpu, file, plain, full):
     """With the plain epilogue and with the full one, among them convolutions with windows of one pixel."""

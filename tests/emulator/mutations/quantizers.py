@@ -42,11 +42,12 @@ MUTANTS = [
     Mutant(
         "quantize: idle warps' ranges too", QUANTIZE, "lane < blockDim.x / 32 ? warps[lane] : Range{}", "warps[lane]"
     ),
+    Mutant("quantize: a row's sum is not cleared", QUANTIZE, "if (threadIdx.x == 0) sums.of_rows[row] = 0;"),
     Mutant(
-        "quantize: no barrier in the sums' reduction",
+        "quantize: the sum of one warp",
         QUANTIZE,
-        "    __syncthreads();\n    sum = sum_of",
-        "    sum = sum_of",
+        "if (threadIdx.x % 32 == 0) atomicAdd",
+        "if (threadIdx.x == 0) atomicAdd",
     ),
     Mutant("quantize: one sum too many is cleared", QUANTIZE, "if (row < rows) of_rows", "if (row <= rows) of_rows"),
 ]
