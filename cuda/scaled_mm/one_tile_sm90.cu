@@ -380,10 +380,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       if (has_zero_points || !output.is_usual) return write(output, true_type());
     } else {
       own.activation = Activation::kClamp;
-      bool const is_plain = output.activation == Activation::kNone;
-      if (has_zero_points) return is_plain ? write(PlainOutput{output.dtype}, true_type()) : write(output, true_type());
-      if (is_plain) return write(PlainOutput{output.dtype}, false_type());
-      if (output.activation != Activation::kClamp) return write(output, false_type());
+      // Bounds first: of one activation after the other the compiler makes a table of jumps.
+      if (output.activation != Activation::kClamp || has_zero_points) {
+        if (output.activation != Activation::kNone) {
+          return has_zero_points ? write(output, true_type()) : write(output, false_type());
+        }
+        PlainOutput const plain{output.dtype};
+        return has_zero_points ? write(plain, true_type()) : write(plain, false_type());
+      }
     }
     write(own, false_type());
   }
