@@ -46,13 +46,14 @@ std::optional<ScaledMmTerms> terms_of(Instance const& i, ScaledMm const& problem
 
 // Microseconds of a wave of tiles. Pingpong kernels apply the full epilogue while they multiply the next tile, one
 // warpgroup at a time: it shows where K is short, and at the last tile.
-constexpr double kLastEnd = 1.5;
 double wave_us(Instance const& i, ScaledMmCost const& cost, double k_tiles) {
   double const products = k_tiles * cost.k_tile;
   if (!i.full_epilogue) return products + cost.tile;
   if (i.schedule == Schedule::kPingpong) return std::max(products + cost.tile, cost.full_tile);
   return products + cost.full_tile;
 }
+
+constexpr double kLastEnd = 1.5;  // microseconds, of a pingpong kernel's last tile
 
 // Microseconds: waves of tiles that read and multiply, beside the reading of the operands by the whole chip.
 double predict(Instance const& i, ScaledMmCost const& cost, ScaledMmTerms const& t) {

@@ -197,9 +197,9 @@ struct Epilogue {
   // reads it from shared memory again for each fragment.
   template <class T, bool AlongRows, class SmemTensor, class RegTensor>
   struct Operand {
-    SmemTensor smem;   // (CPY, CPY_M, CPY_N, EPI_M, EPI_N, slot)
-    RegTensor values;  // (CPY, CPY_M, CPY_N)
-    int of_m, of_n, of_slot;
+    SmemTensor smem;          // (CPY, CPY_M, CPY_N, EPI_M, EPI_N, slot)
+    RegTensor values;         // (CPY, CPY_M, CPY_N)
+    int of_m, of_n, of_slot;  // the subtile, and where its tile's terms are
 
     CUTLASS_DEVICE void load(int epi_m, int epi_n, int slot) {
       of_m = epi_m, of_n = epi_n, of_slot = slot;
@@ -227,7 +227,7 @@ struct Epilogue {
     Tensor smem =
         fusion::sm90_partition_for_epilogue<ReferenceSrc>(vectors, args.epi_tile, args.tiled_copy, args.thread_idx);
     Tensor values = make_tensor_like<T>(take<0, 3>(smem));
-    return Operand<T, kAlongRows, decltype(smem), decltype(values)>{smem, values, 0, 0, 0};
+    return Operand<T, kAlongRows, decltype(smem), decltype(values)>{smem, values};
   }
 
   template <bool ReferenceSrc, class Args>
