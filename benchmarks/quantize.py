@@ -1,10 +1,11 @@
 """Times the quantizers beside a device-to-device copy of as many bytes.
 
     python benchmarks/quantize.py --out figures.csv
+    python benchmarks/quantize.py --granularities "blocks of 128" --out figures.csv    # with sums of blocks, too
 
 One program quantizes (or copies) enough different inputs to overflow the L2 cache several times. Times are of JAX's
-profiler. Bytes count what is read once and what is written. All quantizers of a shape and their copy are measured three
-times, each time in another random order: the CSV has the medians, the least and the most.
+profiler. Bytes count values that are read, once, and that are written. All quantizers of a shape and their copy are
+measured three times, each time in another random order: the CSV has the medians, the least and the most.
 """
 
 import argparse
@@ -27,28 +28,35 @@ KINDS = {
     "int8 zero point": (jnp.int8, False),
     "fp8": (jnp.float8_e4m3fn, True),
 }
-AXES = {"per token": -1, "per tensor": None}
+GRANULARITIES = {"per token": {"axis": -1}, "per tensor": {"axis": None}, "blocks of 128": {"tile_size": 128}}
+
+
+def ways_of(granularities):
+    """Kind, granularity and mode of the quantizers."""
+    for kind, granularity in itertools.product(KINDS, granularities):
+        of_blocks = ("dynamic", "dynamic, sums") if kind.startswith("int8") else ("dynamic",)
+        for mode in of_blocks if granularity.startswith("blocks") else ("dynamic", "static"):
+            yield kind, granularity, mode
 
 
 def quantizer(shape, kind, granularity, mode):
     """A quantizer of arrays of `shape`."""
-    (qtype, symmetric), axis = KINDS[kind], AXES[granularity]
-    given: dict[str, Any] = {"symmetric": symmetric}
+    qtype, symmetric = KINDS[kind]
+    given: dict[str, Any] = {"symmetric": symmetric, "sums": mode.endswith("sums"), **GRANULARITIES[granularity]}
     if mode == "static":
-        given["scale"] = jnp.full((shape[0], 1) if axis else (), 0.03)
+        given["scale"] = jnp.full((shape[0], 1) if given["axis"] else (), 0.03)
         if not symmetric:
             given["zero_point"] = jnp.full_like(given["scale"], -3, jnp.int32)
-    return functools.partial(jax_qmm.quantize, qtype=qtype, axis=axis, **given)
+    return functools.partial(jax_qmm.quantize, qtype=qtype, **given)
 
 
-def rows_of(shape, dtype):
+def rows_of(shape, dtype, ways):
     """The lines of the inputs of a shape and dtype in the CSV."""
     moved = math.prod(shape) * (dtype.dtype.itemsize + 1)
     count = measure.count_sets(moved, 256)
     key = jax.random.key(0)
     sets = [(jax.random.normal(jax.random.fold_in(key, i), shape, dtype),) for i in range(count)]
     names = {"shape": "x".join(map(str, shape)), "dtype": jnp.dtype(dtype).name}
-    ways = [*itertools.product(KINDS, AXES, ("dynamic", "static"))]
     calls: dict[Any, Any] = {way: functools.partial(measure.jit_us, quantizer(shape, *way), sets) for way in ways}
     calls["copy"] = lambda: moved / measure.copy_bandwidth(moved // 2, count) * 1e6
     times = measure.times(calls, str(names))
@@ -72,12 +80,13 @@ def rows_of(shape, dtype):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="CSV file to write")
+    parser.add_argument("--granularities", nargs="+", choices=GRANULARITIES, default=[*GRANULARITIES])
     args = parser.parse_args()
     _, gpu = measure.open_gpu("quantize.py")
     print(gpu.name, "jax", jax.__version__)
     rows = []
     for shape, dtype in itertools.product(SHAPES, (jnp.bfloat16, jnp.float32, jnp.float16)):
-        for row in rows_of(shape, dtype):
+        for row in rows_of(shape, dtype, [*ways_of(args.granularities)]):
             rows.append(row)
             print(*row.values(), sep="\t", flush=True)
     if args.out:

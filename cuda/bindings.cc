@@ -302,12 +302,14 @@ void bind_block_quantized_mm(nb::module_& m) {
 
 void bind_expanded_mm(nb::module_& m) {
   nb::class_<ExpandedMm>(m, "ExpandedMmProblem", "A product of int8 and int4, and the kernel that can compute it.")
-      .def(nb::new_([](int m, int n, int k, int batch, std::string const& out) {
+      .def(nb::new_([](int m, int n, int k, int batch, std::string const& out, int block) {
              auto problem = sized<ExpandedMm>(m, n, k, batch, out);
              problem.in = DType::kS8;
+             problem.block = block;
+             problem.workspace_bytes = kMostWorkspace;
              return problem;
            }),
-           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("out_dtype"))
+           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("out_dtype"), nb::arg("block"))
       .def(
           "select",
           [](ExpandedMm const& p, Gpu const& gpu) -> std::optional<std::string> {
@@ -319,11 +321,20 @@ void bind_expanded_mm(nb::module_& m) {
       .def(
           "choices",
           [](ExpandedMm const& p, Gpu const& gpu) {
-            std::vector<std::string> found;
-            for (int const choice : expanded_mm_choices(p, gpu)) found.push_back(describe_expanded_mm(choice));
+            std::vector<std::pair<std::string, int64_t>> found;
+            for (int const choice : expanded_mm_choices(p, gpu)) {
+              found.emplace_back(describe_expanded_mm(choice), workspace_of(p, choice, gpu));
+            }
             return found;
           },
-          nb::arg("gpu"), "All kernels that serve it, in words.");
+          nb::arg("gpu"), "All kernels that serve it, in words, and the bytes of workspace of each.")
+      .def(
+          "workspace",
+          [](ExpandedMm const& p, Gpu const& gpu) {
+            auto const choice = select_expanded_mm(p, gpu);
+            return choice ? workspace_of(p, *choice, gpu) : 0;
+          },
+          nb::arg("gpu"), "The bytes that the kernel needs beside the result.");
   m.def("restrict_expanded_mm", restrict_expanded_mm, nb::arg("words"),
         "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
 }

@@ -194,6 +194,12 @@ def block_scaled_mm_workspace(devices, product) -> int:
     return max((kernels.BlockScaledMmProblem(*product).workspace(gpu) for gpu in _gpus_among(devices)), default=0)
 
 
+def expanded_mm_workspace(devices, product) -> int:
+    """Likewise for an `ExpandedMmProblem`."""
+    kernels, _ = _load()
+    return max((kernels.ExpandedMmProblem(*product).workspace(gpu) for gpu in _gpus_among(devices)), default=0)
+
+
 def _gpus_among(devices):
     """The extension's descriptions of those GPUs of this process among `devices` that its kernels fit."""
     kernels, _ = _load()

@@ -30,9 +30,9 @@ class Extension:
 
         self.ScaledMmProblem = problem
         kernels_of_weights = types.SimpleNamespace(choices=lambda gpu: [("narrow", 0), ("wide", 64)])
-        self.BlockScaledMmProblem = lambda *product: kernels_of_weights
+        self.BlockScaledMmProblem = self.ExpandedMmProblem = lambda *product: kernels_of_weights
         two = types.SimpleNamespace(choices=lambda gpu: ["narrow", "wide"])
-        self.ConvProblem = self.ExpandedMmProblem = self.BlockQuantizedMmProblem = lambda *problem: two
+        self.ConvProblem = self.BlockQuantizedMmProblem = lambda *problem: two
         self.only = ""  # of these
 
     def restrict_block_scaled_mm(self, words):
@@ -126,7 +126,7 @@ def test_every_kernel_runs_in_every_way(extension):
     convolutions = [result for result in results if result.op.startswith("conv")]
     assert [result.kernel for result in convolutions] == ["narrow", "wide"] * 2
     expanded = [result for result in results if result.op.startswith("expanded_mm")]
-    assert [result.kernel for result in expanded] == ["narrow", "wide"] * 2 * len(selftest.expanded_mm.EXPANDED_ROWS)
+    assert [result.kernel for result in expanded] == ["wide", "narrow"] * 2 * len(selftest.expanded_mm.EXPANDED_ROWS)
     blocks = [result for result in results if result.op.startswith("blocks on both sides")]
     assert [result.kernel for result in blocks] == ["narrow", "wide"] * (2 + 2)
     others = products, weights, convolutions, expanded, blocks

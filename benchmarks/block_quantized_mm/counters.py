@@ -47,7 +47,7 @@ def run(arch, dtype, block, zero_points):
     if dtype == "int4":
         from jax_qmm.ops.expanded_mm import expanded_mm
 
-        words = kernels.ExpandedMmProblem(SIZE, SIZE, SIZE, 1, "bfloat16").select(gpu)
+        words = kernels.ExpandedMmProblem(SIZE, SIZE, SIZE, 1, "bfloat16", block).select(gpu)
         kernels.restrict_expanded_mm(words)
         operands = jnp.ones((PART, SIZE), "int8"), jnp.ones((PART, SIZE), "int4"), jnp.ones(groups, "int8")
         scales = {"scale_a": jnp.ones(PART), "scale_b": jnp.ones(PART)}

@@ -42,7 +42,7 @@ KINDS = (
 W4A8_PRODUCTS = tuple(
     (n, k, m)
     for n, k in ((28672, 8192), (28672, 4096), (8192, 8192), (4096, 14336), (6144, 4096), (4096, 4096))
-    for m in (16, 64, 128, 256, 512, 1024, 4096)
+    for m in (16, 32, 64, 128, 256, 512, 1024, 4096)
 )
 
 
@@ -51,7 +51,8 @@ def may_be_best(words: str, m: int) -> bool:
     tile = int(re.findall(r"(\d+)x\d+x\d+", words)[0])
     if "128 rows" in words:
         return m > 16
-    return tile < max(4 * m, 17) and (tile >= m or tile >= 128 or ("sm90" in words and 4 * tile >= m))
+    often = 4 if "sm90" in words else 2 if "few rows" in words else 1
+    return tile < max(4 * m, 17) and (often * tile >= m or tile >= 128) and ("multistage" not in words or m <= 128)
 
 
 def values(rows, k, dtype, seed):
@@ -114,8 +115,8 @@ def measure_w4a8(m: int, n: int, k: int, kernels, gpu):
     def product(x, w, multiples, scale_a, scale_b):
         return expanded_mm(x, w, multiples, block=block, scale_a=scale_a, scale_b=scale_b, out_dtype=jnp.bfloat16)
 
-    for words in kernels.ExpandedMmProblem(m, n, k, 1, "bfloat16").choices(gpu):
-        if "multistage" not in words or m <= 128:
+    for words, _ in kernels.ExpandedMmProblem(m, n, k, 1, "bfloat16", block).choices(gpu):
+        if may_be_best(words, m):
             us = lambda: measure.jit_us(product, chained(packed))
             yield words, measure.by_kernel(kernels.restrict_expanded_mm, words, us)
     for name, function, dtype in (

@@ -54,7 +54,7 @@ struct ConfigSm90 {
   using Epilogue = std::conditional_t<kInt8, EpilogueArgs<false>, NoEpilogue>;  // of rows of x and of weights
   // Columns that are dequantized while those before are multiplied, and those of an instruction.
   static constexpr bool kWholeSteps = Persistent && !kThree && (TileM <= 32 || kFp8);
-  static constexpr int kChunk = std::min(Unit, kWholeSteps ? kStep : 64);
+  static constexpr int kChunk = kInt8 && TileM <= 64 ? kStep : std::min(Unit, kWholeSteps ? kStep : 64);
   static constexpr int kChunks = kStep / kChunk;
   static constexpr int kFragmentK = 32 / int(sizeof(Element)), kFragments = kChunk / kFragmentK;
   static constexpr int kColumnsX = kRowBytes / int(sizeof(Element)), kBoxesX = kStep / kColumnsX;

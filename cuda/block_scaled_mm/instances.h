@@ -40,6 +40,10 @@ struct Streams {
   }
   constexpr int blocks() const { return count * together * share; }
   constexpr int64_t flags() const { return ceil_div(blocks(), 2) * 2; }  // what follows starts at 16 bytes
+  // Of workspace, where they share tiles: flags of 8 bytes, and the sums of a tile from each block.
+  constexpr int64_t bytes(int sums_of_tile) const {
+    return share_tiles ? 8 * flags() + int64_t(4) * blocks() * sums_of_tile : 0;
+  }
 };
 
 constexpr int kBand = 8;  // tiles of x that are neighbours, of all weights

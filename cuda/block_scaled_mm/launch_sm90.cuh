@@ -89,7 +89,7 @@ cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, typename C::Ep
     shape = shape_of<C>(own.streams.blocks());
     if (own.streams.share_tiles) {
       own.left = static_cast<Flag*>(problem.workspace), own.is_left = is_left();
-      own.sums = reinterpret_cast<float4*>(own.left + own.streams.flags());
+      own.sums = own.left + own.streams.flags();
     }
   }
   return jax_qmm::launch(submit, shape, wgmma_kernel<C>, params, own, epilogue, boxes_x, boxes_w, boxes_out);

@@ -214,11 +214,7 @@ void restrict_block_scaled_mm(std::string words) { wanted() = std::move(words); 
 
 int64_t workspace_of(BlockScaledMm const& p, BlockScaledMmChoice choice, Gpu const& gpu) {
   Instance const& i = instances().at(choice.instance);
-  if (i.persistent) {
-    Streams const streams = streams_of(i, p, choice.split, gpu);
-    int64_t const sums = int64_t(streams.blocks()) * i.tile_m * i.rows;
-    return streams.share_tiles ? 8 * streams.flags() + 4 * sums : 0;
-  }
+  if (i.persistent) return streams_of(i, p, choice.split, gpu).bytes(i.tile_m * i.rows);
   int const parts = count_parts(p, i.step, choice.split);
   return parts > 1 && !i.wgmma ? parts * sums_of_part(p) * int64_t(sizeof(float)) : 0;
 }

@@ -35,24 +35,32 @@ __device__ void sync_math() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
+// Of a thread's sums, which go to memory and come from there.
+template <class Sum>
+using FourSums = std::conditional_t<std::is_same_v<Sum, int32_t>, int4, float4>;
+
 // Leaves a piece's sums for the block in which the tile begins: each math thread its own, while the warp that comes to
 // the same barrier makes them known, so that no other waits for stores.
 template <int kThreads>
 __device__ void sync_left() {
   asm volatile("bar.sync 5, %0;" ::"n"(kThreads + 32) : "memory");
 }
-template <int kThreads, int kCount>
-__device__ void leave_sums(float const (&acc)[kCount], float4* to) {
+template <int kThreads, class Sum, int kCount>
+__device__ void leave_sums(Sum const (&acc)[kCount], FourSums<Sum>* to) {
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
-    __stcg(to + i / 4 * kThreads + threadIdx.x, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
+    __stcg(to + i / 4 * kThreads + threadIdx.x, FourSums<Sum>{acc[i], acc[i + 1], acc[i + 2], acc[i + 3]});
   }
   asm volatile("bar.arrive 5, %0;" ::"n"(kThreads + 32) : "memory");
 }
 
+// Has the compiler take a sum's value from here, and read memory anew.
+__device__ inline void keep(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }
+__device__ inline void keep(int32_t& sum) { asm volatile("" : "+r"(sum)::"memory"); }
+
 // Adds what `count` blocks have left, in their order, once it is there.
-template <int kThreads, int kCount>
-__device__ void add_sums(float (&acc)[kCount], float4 const* from, Flag* left, Flag is_left, int count) {
+template <int kThreads, class Sum, int kCount>
+__device__ void add_sums(Sum (&acc)[kCount], FourSums<Sum> const* from, Flag* left, Flag is_left, int count) {
   for (int i = threadIdx.x; i < count; i += kThreads) {
     cuda::atomic_ref<Flag, cuda::thread_scope_device> const flag(left[i]);
     while (flag.load(cuda::memory_order_acquire) != is_left) {
@@ -66,7 +74,7 @@ __device__ void add_sums(float (&acc)[kCount], float4 const* from, Flag* left, F
   for (int other = 0; other < count; other += kOthers) {
 #pragma unroll
     for (int first = 0; first < kCount; first += kAtOnce) {
-      float4 more[kOthers][kAtOnce / 4];
+      FourSums<Sum> more[kOthers][kAtOnce / 4];
 #pragma unroll
       for (int j = 0; j < kOthers; ++j) {
         if (other + j >= count) continue;
@@ -80,12 +88,12 @@ __device__ void add_sums(float (&acc)[kCount], float4 const* from, Flag* left, F
         if (other + j >= count) continue;
 #pragma unroll
         for (int i = 0; i < kAtOnce; i += 4) {
-          float* const to = &acc[first + i];
+          Sum* const to = &acc[first + i];
           to[0] += more[j][i / 4].x, to[1] += more[j][i / 4].y, to[2] += more[j][i / 4].z, to[3] += more[j][i / 4].w;
         }
       }
 #pragma unroll
-      for (int i = first; i < first + kAtOnce; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+      for (int i = first; i < first + kAtOnce; ++i) keep(acc[i]);
     }
   }
 }

@@ -47,7 +47,7 @@ struct ParamsSm90 {
   Streams streams;  // of persistent blocks
   Flag* left;       // of each of them: `is_left` when its sums are in memory
   Flag is_left;
-  float4* sums;  // [block][values of a thread / 4][thread]
+  void* sums;  // FourSums [block][values of a thread / 4][thread]
 };
 struct WindowParamsSm90 : ParamsSm90 {
   WindowsOfX windows;
@@ -446,13 +446,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     warpgroup_wait<0>();
     warpgroup_fence_operand(sums);
     if constexpr (!kAhead) columns.load(p, epilogue, piece, row);
-    if constexpr (C::kInt8) {
-      release(&shared.empty[before], 0);
-      write_sums<C>(p, epilogue, boxes_out, shared, acc, columns, piece, slot);
-    } else if constexpr (C::kPersistent) {
+    if constexpr (C::kPersistent) {
       release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], 0);
       // What a block leaves is of the first piece it has, and for a tile of the stream before its own.
-      auto const sums_of = [&](int block) { return own.sums + int64_t(block) * (kCount / 4 * C::kMathThreads); };
+      auto const sums_of = [&](int block) {
+        return static_cast<FourSums<Sum>*>(own.sums) + int64_t(block) * (kCount / 4 * C::kMathThreads);
+      };
       int const next = block + 1;
       if (piece.first_step > 0) return leave_sums<C::kMathThreads>(acc, sums_of(block));
       int others = 0;

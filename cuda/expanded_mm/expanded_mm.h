@@ -20,8 +20,8 @@
 
 namespace jax_qmm {
 
-// Of the terms of a ScaledMm it has both scales and the bias. In place of b stands w: (batch, n, k), two values a byte,
-// the first of them in its lower half.
+// Of the terms of a ScaledMm it has both scales and the bias, and workspace, for sums of parts of tiles. In place of b
+// stands w: (batch, n, k), two values a byte, the first of them in its lower half.
 struct ExpandedMm : ScaledMm {
   static constexpr int kColumns = 32;  // K and blocks are multiples of it
   static constexpr int kFewRows = 64;  // of a; up to here reading w is what counts
@@ -33,10 +33,14 @@ struct ExpandedMm : ScaledMm {
   int groups() const { return int(ceil_div(k, block)); }
 };
 
-// The kernel of the table that serves the problem and is predicted to be the fastest; none where none does.
-std::optional<int> select_expanded_mm(ExpandedMm const& problem, Gpu const& gpu);
+// The kernels of the table that serve the problem with the workspace that it has, and of these the one that is
+// predicted to be the fastest; none where none does.
 std::vector<int> expanded_mm_choices(ExpandedMm const& problem, Gpu const& gpu);
+std::optional<int> select_expanded_mm(ExpandedMm const& problem, Gpu const& gpu);
 std::string describe_expanded_mm(int instance);
+
+// The bytes of workspace that a kernel needs.
+int64_t workspace_of(ExpandedMm const& problem, int instance, Gpu const& gpu);
 
 // Leaves only the kernels whose words have this to choose from, for tests: all with "". Not while other threads choose.
 void restrict_expanded_mm(std::string words);

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "block_scaled_mm/instances.h"
 #include "core/words.h"
 #include "expanded_mm/expanded_mm.h"
 
@@ -19,10 +20,11 @@ struct Instance {
   bool (*serves)(ExpandedMm const&) = nullptr;  // or all
   // Of those of Hopper alone.
   bool wgmma = false;
-  int parts = 1;  // of K, a block of the cluster each
-  // Measured on an H100: of a tile besides its steps of K, and of a step. Of few rows a step by itself, and what it
-  // takes of an SM that has others too.
-  int tile_cycles = 0, step_cycles = 0, busy_cycles = 0;
+  int parts = 1;                                                              // of K, a block of the cluster each
+  block_scaled::Streams (*streams)(ExpandedMm const&, Gpu const&) = nullptr;  // of persistent blocks
+  // As measured: of a tile besides its steps of K, of a step, and to share K or tiles. Of few rows a step by itself,
+  // and what it takes of an SM that has others too.
+  int tile_cycles = 0, step_cycles = 0, sharing_cycles = 0, busy_cycles = 0;
 };
 
 // In a source for each.

@@ -42,19 +42,26 @@ bool serves(Instance const& i, ExpandedMm const& p) {
   return (!i.few_rows || p.m <= p.kFewRows) && (!i.wgmma || p.k > 0);  // TMA has no empty rows
 }
 
-// Cycles, as fitted to times on an H100: of 14 products with M from 16 to 1024 by wgmma, where most are within 10 %,
-// and of 8 weights with M from 1 to 64 by the kernels for few rows, which are within 9 % in the mean. A launch by
-// itself is half of what is said here, as it was measured with wgmma. Those of persistent blocks are fitted to 48 times
-// on an H200, which most match within 2 % with a fourth of that launch.
+// Cycles, as fitted to times on an H200, of programs of many products. Those for few rows have the slopes of an H100.
 double measured_cycles(Instance const& i, ExpandedMm const& p, Gpu const& gpu) {
+  constexpr double kLaunch = 3100, kLaunchFewRows = 4500;
   double const tiles = double(ceil_div(p.m, i.tile_m)) * double(ceil_div(p.n, i.tile_n)) * p.batch;
   double const steps = std::ceil(double(p.k) / i.tile_k / i.parts);
-  if (!i.few_rows) {
-    double const waves = std::ceil(tiles * i.parts / gpu.sm_count);
-    return 17500 + waves * (i.tile_cycles + (i.parts > 1 ? 5000 : 0) + steps * i.step_cycles);
+  if (i.few_rows) {
+    FewRowsCycles const cycles{i.tile_cycles, i.step_cycles, i.busy_cycles};
+    return kLaunchFewRows + cycles.of(tiles, steps, 0, i.blocks_per_sm, gpu.sm_count);
   }
-  FewRowsCycles const cycles{i.tile_cycles, i.step_cycles, i.busy_cycles};
-  return 11400 + cycles.of(tiles, steps, 0, i.blocks_per_sm, gpu.sm_count);
+  if (i.streams == nullptr) {
+    double const waves = std::ceil(tiles * i.parts / gpu.sm_count);
+    return kLaunch + waves * (i.tile_cycles + i.sharing_cycles + steps * i.step_cycles);
+  }
+  block_scaled::Streams const streams = i.streams(p, gpu);
+  double const tiles_of_each = std::ceil(double(streams.tiles) / streams.count);
+  if (!streams.share_tiles) return kLaunch + tiles_of_each * (i.tile_cycles + steps * i.step_cycles);
+  // Sums go to memory once from each block, and come from those that have the rest of a tile.
+  double const of_tile = 1 + std::ceil(double(streams.count) / streams.tiles);
+  double const steps_of_each = double(streams.tiles) * streams.steps / streams.count;
+  return kLaunch + i.tile_cycles + i.sharing_cycles * of_tile + steps_of_each * i.step_cycles;
 }
 
 // Seconds, as predicted from the description of the GPU. The constants are those of convolutions, which have the same
@@ -83,7 +90,8 @@ std::vector<int> expanded_mm_choices(ExpandedMm const& p, Gpu const& gpu) {
   std::vector<int> found;
   for (int i = 0; i < int(instances().size()); ++i) {
     bool const is_wanted = instances()[i].words.find(wanted()) != std::string::npos;
-    if (is_wanted && runs_on(gpu, i) && serves(instances()[i], p)) found.push_back(i);
+    if (!is_wanted || !runs_on(gpu, i) || !serves(instances()[i], p)) continue;
+    if (workspace_of(p, i, gpu) <= p.workspace_bytes) found.push_back(i);
   }
   return found;
 }
@@ -104,6 +112,11 @@ std::optional<int> select_expanded_mm(ExpandedMm const& p, Gpu const& gpu) {
 }
 
 void restrict_expanded_mm(std::string words) { wanted() = std::move(words); }
+
+int64_t workspace_of(ExpandedMm const& p, int instance, Gpu const& gpu) {
+  Instance const& i = instances().at(instance);
+  return i.streams == nullptr ? 0 : i.streams(p, gpu).bytes(i.tile_m * i.tile_n);
+}
 
 std::string describe_expanded_mm(int instance) { return instances().at(instance).words; }
 

@@ -216,12 +216,12 @@ cudaError_t launch(ExpandedMm const& p, Submit const& submit) {
 }
 
 template <class C, int kParts>
-void add(std::vector<Instance>& to, int tile_cycles, int step_cycles) {
+void add(std::vector<Instance>& to, int tile_cycles, int step_cycles, int sharing_cycles = 0) {
   std::string const parts = kParts > 1 ? " split-K " + std::to_string(kParts) : "";
   Instance i{"sm90 wgmma " + words_of_tile(C::kTileM, C::kTileN, kTileK) + parts + " int4", prepare<C, kParts>,
              launch<C, kParts>};
   i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.tile_k = kTileK, i.parts = kParts;
-  i.tile_cycles = tile_cycles, i.step_cycles = step_cycles;
+  i.tile_cycles = tile_cycles, i.step_cycles = step_cycles, i.sharing_cycles = sharing_cycles;
   i.blocks_per_sm = 1, i.shared_bytes = int(sizeof(typename C::Shared)), i.wgmma = true;
   to.push_back(std::move(i));
 }
@@ -232,9 +232,9 @@ void add_wgmma(std::vector<Instance>& to) {
   using Narrow = Config<128, 64, 4, 2>;
   using Square = Config<128, 128, 3, 2>;
   using Tall = Config<256, 128, 1, 4>;
-  add<Narrow, 1>(to, 5800, 720), add<Narrow, 2>(to, 5800, 720);
-  add<Square, 1>(to, 5500, 1270), add<Square, 2>(to, 5500, 1270);
-  add<Tall, 1>(to, 16000, 1790), add<Tall, 2>(to, 16000, 1790);
+  add<Narrow, 1>(to, 5280, 636), add<Narrow, 2>(to, 5280, 636, 3780);
+  add<Square, 1>(to, 7850, 1200), add<Square, 2>(to, 7850, 1200, 5070);
+  add<Tall, 1>(to, 5950, 1860), add<Tall, 2>(to, 5950, 1860, 7500);
 }
 
 }  // namespace jax_qmm::expanded

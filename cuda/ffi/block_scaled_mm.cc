@@ -102,10 +102,7 @@ ffi::Error read(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale, ffi::R
 
 ffi::Error run(Destination const& destination, BlockScaledMm& problem,
                std::optional<ffi::Result<ffi::AnyBuffer>> workspace) {
-  if (workspace) {
-    problem.workspace = (*workspace)->untyped_data();
-    problem.workspace_bytes = int64_t((*workspace)->size_bytes());
-  }
+  read_workspace(workspace, problem);
   Gpu const* gpu;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(current_gpu(gpu), "asking what the GPU is"));
   return destination([&](Submit const& submit, Chosen& chosen) {

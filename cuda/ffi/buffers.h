@@ -71,6 +71,14 @@ inline ffi::Error check_shape(ffi::AnyBuffer const& buffer, char const* name, st
                                      to_string(wanted));
 }
 
+// Of an op whose lowering may have found a kernel to need workspace.
+template <class Problem>
+void read_workspace(std::optional<ffi::Result<ffi::AnyBuffer>> workspace, Problem& problem) {
+  if (!workspace) return;
+  problem.workspace = (*workspace)->untyped_data();
+  problem.workspace_bytes = int64_t((*workspace)->size_bytes());
+}
+
 inline ffi::Error check_rank(ffi::AnyBuffer const& buffer, char const* name, size_t rank) {
   auto const dims = buffer.dimensions();
   if (dims.size() == rank) return ffi::Error::Success();

@@ -78,10 +78,11 @@ ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer w, ffi::AnyBuffer multiple, ffi
 }
 
 ffi::Error expanded_mm(Destination const& destination, ffi::AnyBuffer a, ffi::AnyBuffer w, ffi::AnyBuffer multiple,
-                       ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out, int32_t block,
-                       std::string_view names) {
+                       ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> out,
+                       std::optional<ffi::Result<ffi::AnyBuffer>> workspace, int32_t block, std::string_view names) {
   ExpandedMm problem{};
   JAX_QMM_RETURN_IF_ERROR(read(a, w, multiple, optional, *out, block, names, problem));
+  read_workspace(workspace, problem);
   Gpu const* gpu;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(current_gpu(gpu), "asking what the GPU is"));
   return destination([&](Submit const& submit, Chosen& chosen) {
@@ -108,6 +109,7 @@ auto bind(Binding binding) {
       .template Arg<ffi::AnyBuffer>()             // multiple (1 | batch, N, blocks of K)
       .RemainingArgs()                            // zero_point likewise; scale_a (1 | batch, 1 | M), scale_b, bias of N
       .template Ret<ffi::AnyBuffer>()             // out (batch, M, N)
+      .template OptionalRet<ffi::AnyBuffer>()     // workspace, as large as the lowering found a kernel to need
       .template Attr<int32_t>("block")            // columns
       .template Attr<std::string_view>("names");  // of the remaining arguments
 }

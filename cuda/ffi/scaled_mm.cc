@@ -99,10 +99,7 @@ ffi::Error scaled_mm(Destination const& destination, ffi::AnyBuffer a, ffi::AnyB
                      std::string_view names, bool fast_accum, std::string_view activation, float low, float high) {
   ScaledMm problem{};
   JAX_QMM_RETURN_IF_ERROR(read(a, b, vectors, *out, names, fast_accum, activation, low, high, problem));
-  if (workspace) {
-    problem.workspace = (*workspace)->untyped_data();
-    problem.workspace_bytes = int64_t((*workspace)->size_bytes());
-  }
+  read_workspace(workspace, problem);
   Gpu const* gpu;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(current_gpu(gpu), "asking what the GPU is"));
   return destination([&](Submit const& submit, Chosen& chosen) {

@@ -11,9 +11,10 @@ constexpr int kPieceThreads = 256;
 template <int V, int N>
 constexpr bool kSmallRows = V > 1 && N < 8;
 template <int V, int N>
-constexpr int kRowThreads = kSmallRows<V, N> ? 256 : 1024;
+constexpr int kRowThreads = kSmallRows<V, N> ? 512 : 1024;
 
-constexpr int kShortRows = 4;  // of a thread, where several share a warp
+// Where several rows share a warp: of a block, and chunks of a thread.
+constexpr int kShortThreads = 128, kShortChunks = 4;
 
 // Of an SM, to which the compiler fits registers. Turing's has no more.
 #if __CUDA_ARCH__ >= 800
@@ -200,28 +201,36 @@ __global__ void __launch_bounds__(kRowThreads<V, N>, kSmThreads / kRowThreads<V,
   add_to_row(sums, row, sum);
 }
 
-// Dynamic, one scale for each row of `lanes` chunks: a power of two, up to a warp's. Each thread has a chunk of some
-// rows, whose loads are on their way together.
-template <class In, Kind kind, bool kSums>
-__global__ void __launch_bounds__(kPieceThreads)
-    quantize_short_rows(In const* x, uint8_t* q, int64_t rows, int lanes, float* scales, int32_t* zero_points,
+// Dynamic, one scale for each row of `kOfThread << log2_lanes` chunks, which up to a warp's lanes share. Each thread
+// has kShortChunks, whose loads are on their way together: of one row, so that what is done once for a row is done for
+// as many values as may be, or of several rows that are short.
+template <class In, Kind kind, int kOfThread, bool kSums>
+__global__ void __launch_bounds__(kShortThreads)
+    quantize_short_rows(In const* x, uint8_t* q, int64_t rows, int log2_lanes, float* scales, int32_t* zero_points,
                         Sums<kSums> sums) {
   begin();
-  constexpr int V = 16 / sizeof(In);
-  int64_t const first = int64_t{blockIdx.x} * (kPieceThreads * kShortRows) + threadIdx.x, count = rows * lanes;
-  Chunk<In, V> chunks[kShortRows];
+  constexpr int V = 16 / sizeof(In), kRows = kShortChunks / kOfThread;
+  int const lanes = 1 << log2_lanes, lane = threadIdx.x & (lanes - 1);
+  auto const row_of = [&](int i) {
+    return (int64_t{blockIdx.x} * kRows + i) * kShortThreads + threadIdx.x >> log2_lanes;
+  };
+  auto const first_of = [&](int i, int j) { return (((row_of(i) * kOfThread + j) << log2_lanes) + lane) * V; };
+  Chunk<In, V> chunks[kRows][kOfThread];
 #pragma unroll
-  for (int j = 0; j < kShortRows; ++j) {
-    int64_t const i = first + j * kPieceThreads;
-    chunks[j].clear();
-    if (i < count) chunks[j].load(x + i * V);
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kOfThread; ++j) {
+      chunks[i][j].clear();
+      if (row_of(i) < rows) chunks[i][j].load(x + first_of(i, j));
+    }
   }
 #pragma unroll
-  for (int j = 0; j < kShortRows; ++j) {
-    int64_t const i = first + j * kPieceThreads;
-    bool const is_there = i < count, is_first = is_there && threadIdx.x % lanes == 0;
+  for (int i = 0; i < kRows; ++i) {
+    int64_t const row = row_of(i);
+    bool const is_there = row < rows, is_first = is_there && lane == 0;
     Bounds<kind, typename Chunk<In, V>::Lane> bounds;
-    bounds.include(chunks[j]);
+#pragma unroll
+    for (auto const& chunk : chunks[i]) bounds.include(chunk);
     Range range = bounds.range();
     for (int apart = lanes / 2; apart > 0; apart /= 2) {
       range.high = max(range.high, __shfl_xor_sync(kAllLanes, range.high, apart));
@@ -229,21 +238,27 @@ __global__ void __launch_bounds__(kPieceThreads)
     }
     Scale<kind> const scale(range);
     if (is_first) {
-      scales[i / lanes] = scale.scale;
-      if (kind == Kind::kInt8ZeroPoint) zero_points[i / lanes] = scale.zero_point;
+      scales[row] = scale.scale;
+      if (kind == Kind::kInt8ZeroPoint) zero_points[row] = scale.zero_point;
     }
     // Padding is common, and zeros stay the same zeros whatever divides them.
     Divisor const divisor(range.high == 0 && range.low == 0 ? 1.0f : scale.scale);
     float const zero_point = static_cast<float>(scale.zero_point);
     int32_t sum = 0;
-    if (is_there && divisor.quick) {
-      sum = store<kind, true, kSums>(chunks[j], q + i * V, divisor, zero_point);
-    } else if (is_there) {
-      sum = quantize_slowly<kind, kSums>(x, q, i * V, (i + 1) * V, 1, scale.scale, zero_point);
+    if (is_there) {
+#pragma unroll
+      for (int j = 0; j < kOfThread; ++j) {
+        int64_t const first = first_of(i, j);
+        if (divisor.quick) {
+          sum += store<kind, true, kSums>(chunks[i][j], q + first, divisor, zero_point);
+        } else {
+          sum += quantize_slowly<kind, kSums>(x, q, first, first + V, 1, scale.scale, zero_point);
+        }
+      }
     }
     if constexpr (kSums) {
       for (int apart = lanes / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(kAllLanes, sum, apart);
-      if (is_first) sums.of_rows[i / lanes] = sum;
+      if (is_first) sums.of_rows[row] = sum;
     }
   }
 }

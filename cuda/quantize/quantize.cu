@@ -52,10 +52,13 @@ struct Launches {
                   sums(p));
   }
 
-  static cudaError_t short_rows(Quantize const& p, int lanes, Submit const& submit) {
-    int64_t const blocks = ceil_div(p.rows * lanes, kPieceThreads * kShortRows);
-    return launch(submit, {dim3(blocks), kPieceThreads}, quantize_short_rows<In, kind, kSums>,
-                  static_cast<In const*>(p.x), static_cast<uint8_t*>(p.q), p.rows, lanes, p.scale, p.zero_point,
+  template <int kOfThread>
+  static cudaError_t short_rows(Quantize const& p, int chunks, Submit const& submit) {
+    int log2_lanes = 0;
+    while (kOfThread << log2_lanes < chunks) ++log2_lanes;
+    int64_t const blocks = ceil_div(p.rows * chunks, kShortThreads * kShortChunks);
+    return launch(submit, {dim3(blocks), kShortThreads}, quantize_short_rows<In, kind, kOfThread, kSums>,
+                  static_cast<In const*>(p.x), static_cast<uint8_t*>(p.q), p.rows, log2_lanes, p.scale, p.zero_point,
                   sums(p));
   }
 
@@ -106,10 +109,19 @@ struct Launches {
     int64_t const chunks = ceil_div(p.cols, kVector);
     if (p.rows == 0) return cudaSuccess;
     if (!vectors) return rows<1, kScalars>(p, submit);
-    if (chunks > 0 && chunks <= kWarp && (chunks & (chunks - 1)) == 0) return short_rows(p, int(chunks), submit);
-    if (chunks <= kWarp) return rows<kVector, 1>(p, submit);
-    if (chunks <= 2 * kWarp) return rows<kVector, 2>(p, submit);
-    if (chunks <= 4 * kRowThreads<kVector, 4>) return rows<kVector, 4>(p, submit);
+    if (chunks > 0 && chunks <= kWarp && (chunks & (chunks - 1)) == 0) {
+      // As measured on an H200: of so many chunks in a row a thread has so many.
+      if (chunks >= 16) return short_rows<4>(p, int(chunks), submit);
+      return chunks >= 4 ? short_rows<2>(p, int(chunks), submit) : short_rows<1>(p, int(chunks), submit);
+    }
+    // Where SMs have a row each at most, many threads with few chunks take the least time; else few of many.
+    Gpu const* gpu;
+    if (cudaError_t const error = current_gpu(gpu)) return error;
+    bool const few = p.rows <= gpu->sm_count;
+    int64_t const threads = few ? kRowThreads<kVector, 1> : kWarp;
+    if (chunks <= threads) return rows<kVector, 1>(p, submit);
+    if (chunks <= 2 * threads) return rows<kVector, 2>(p, submit);
+    if (chunks <= 4 * (few ? threads : kPieceThreads)) return rows<kVector, 4>(p, submit);
     return rows<kVector, 8>(p, submit);
   }
 
@@ -130,7 +142,9 @@ struct Launches {
         reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 2, kSums>),
         reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 4, kSums>),
         reinterpret_cast<void const*>(quantize_rows<In, kind, kVector, 8, kSums>),
-        reinterpret_cast<void const*>(quantize_short_rows<In, kind, kSums>),
+        reinterpret_cast<void const*>(quantize_short_rows<In, kind, 1, kSums>),
+        reinterpret_cast<void const*>(quantize_short_rows<In, kind, 2, kSums>),
+        reinterpret_cast<void const*>(quantize_short_rows<In, kind, 4, kSums>),
         reinterpret_cast<void const*>(clear),
         reinterpret_cast<void const*>(clear_sums),
         reinterpret_cast<void const*>(find_range<In, kind, 1, kScalars>),

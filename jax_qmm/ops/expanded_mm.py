@@ -59,12 +59,14 @@ def _abstract_eval(*operands, num_batch, out_dtype, out_sharding, **params):
 # Lowerings: to the kernel, and to the reference; each for the operands that one device holds
 
 
-def _kernel(*operands, names, num_batch, block, out_dtype):
+def _kernel(*operands, names, num_batch, block, out_dtype, workspace):
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
-    result = jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)
-    out = jax.ffi.ffi_call("jax_qmm_expanded_mm", result)(
+    results = [jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)]
+    if workspace:
+        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+    out, *_ = jax.ffi.ffi_call("jax_qmm_expanded_mm", results)(
         *matmul_form.fold(operands, _labels(names), num_batch),
-        block=np.int32(max(COLUMNS, k) if block >= k else block),
+        block=np.int32(_whole(block, k)),
         names=" ".join(names),
     )
     return out.reshape(*batch, *rows, n)
@@ -87,12 +89,28 @@ def _describe(operands, results, *, names, block, **params):
     return f"expanded_mm ({', '.join([f'blocks of {block}', *names])})", operands[:2]
 
 
-def _choice(operands, results, *, num_batch, out_dtype, **params):
+def _workspace(devices, operands, **params):
+    product = _product(operands, **params)
+    return _extension.expanded_mm_workspace(devices, product) if product and devices else 0
+
+
+def _choice(operands, results, **params):
+    product = _product(operands, **params)
+    if product is None:
+        return "kernel, chosen at run time: the shapes are symbolic"
+    return _extension.describe_expanded_mm(product)
+
+
+def _product(operands, *, num_batch, block, out_dtype, **params):
+    """What `ExpandedMmProblem` is made of; None where shapes are symbolic."""
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
     sizes = math.prod(rows), n, k, math.prod(batch)
-    if not all(isinstance(size, int) for size in sizes):
-        return "kernel, chosen at run time: the shapes are symbolic"
-    return _extension.describe_expanded_mm((*sizes, str(out_dtype)))
+    return (*sizes, str(out_dtype), _whole(block, k)) if all(isinstance(size, int) for size in sizes) else None
+
+
+def _whole(block, k):
+    """The columns of a block as kernels take them, who know no block that is longer than K."""
+    return max(COLUMNS, k) if block >= k else block
 
 
 # Batching
@@ -140,6 +158,7 @@ OP = dispatch.Op(
     describe=_describe,
     choice=_choice,
     partitioned=_partitioned,
+    workspace=_workspace,
 )
 dispatch.register(expanded_mm_p, OP)
 expanded_mm_p.def_abstract_eval(_abstract_eval)

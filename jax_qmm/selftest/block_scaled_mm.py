@@ -11,7 +11,7 @@ import numpy as np
 import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.selftest.quantize import FLOATS
-from jax_qmm.selftest.result import Checks, Result, by_each
+from jax_qmm.selftest.result import Checks, Result, by_each, one_for_all
 
 # Products with weights that are scaled in blocks: N and K ragged, M below and above what tiles have.
 WEIGHT_N, WEIGHT_K, WEIGHT_ROWS = 133, 1416, (1, 17, 131)
@@ -64,7 +64,7 @@ def _check_weights(kernels, gpu, dtype, bits, zero_dtype, block, n, out_dtype) -
         x = rng.standard_normal((m, WEIGHT_K), np.float32).astype(jnp.dtype(dtype))
         want, size = x.astype("d") @ dequantized.T, np.abs(x.astype("d")) @ np.abs(dequantized).T
         run = jax.jit(functools.partial(jax_qmm.block_scaled_mm, out_dtype=jnp.dtype(out_dtype)))
-        for words, out in by_each(*of_weights(kernels, choices), lambda: run(x, w)):
+        for words, out in by_each(kernels.restrict_block_scaled_mm, one_for_all(choices), lambda: run(x, w)):
             rounds = zero_dtype == "float32" or dtype == "float32" or "weights scaled" in words
             tolerance = (1.01 * unit * rounds + (WEIGHT_K + 16) * 2.0**-23) * size
             of_result = 2.0**-8 if out_dtype == "bfloat16" else 2.0**-23
@@ -72,9 +72,3 @@ def _check_weights(kernels, gpu, dtype, bits, zero_dtype, block, n, out_dtype) -
             wrong = int((~(np.abs(out.astype("d") - want) <= tolerance)).sum())
             shape = f"M {m}, N {n}, K {WEIGHT_K}, blocks of {block}"
             yield Result(name, _extension.as_compiled(kernels, words, gpu), shape, wrong)
-
-
-def of_weights(kernels, choices):
-    """What `by_each` takes for the choices of a BlockScaledMmProblem."""
-    # The one with the largest workspace comes first: its program serves all.
-    return kernels.restrict_block_scaled_mm, [words for words, _ in sorted(choices, key=lambda choice: -choice[1])]

@@ -10,11 +10,12 @@ import numpy as np
 from jax_qmm import _extension
 from jax_qmm.ops.expanded_mm import expanded_mm
 from jax_qmm.selftest.block_scaled_mm import WEIGHT_N
-from jax_qmm.selftest.result import Checks, Result, by_each
+from jax_qmm.selftest.result import Checks, Result, by_each, one_for_all
 
 # Rows of x beside int4 weights that become int8: few, which all kernels of expanded_mm serve, and more than a tile's.
 EXPANDED_ROWS = (7, 133)
 EXPANDED_K = 1056  # the last block is short, as is the last turn of warps
+EXPANDED_BLOCK = 64
 
 
 def checks(kernels, gpu) -> Checks:
@@ -28,15 +29,18 @@ def check_expanded_mm(kernels, gpu, m: int) -> Iterator[Result]:
 
     Results are int32, and bfloat16 of the kernels that have no such ones.
     """
-    of_int32 = kernels.ExpandedMmProblem(m, WEIGHT_N, EXPANDED_K, 1, "int32").choices(gpu)
-    yield from _check_expanded(kernels, gpu, m, WEIGHT_N, "int32", of_int32)
-    n = WEIGHT_N // 8 * 8
-    of_bfloat16 = kernels.ExpandedMmProblem(m, n, EXPANDED_K, 1, "bfloat16").choices(gpu)
-    yield from _check_expanded(kernels, gpu, m, n, "bfloat16", [each for each in of_bfloat16 if each not in of_int32])
+    choices = lambda n, *of: one_for_all(kernels.ExpandedMmProblem(m, n, EXPANDED_K, 1, *of).choices(gpu))
+    of_int32 = choices(WEIGHT_N, "int32", EXPANDED_BLOCK)
+    yield from _check_expanded(kernels, gpu, m, WEIGHT_N, "int32", EXPANDED_BLOCK, of_int32)
+    n, done = WEIGHT_N // 8 * 8, of_int32
+    for block in (EXPANDED_BLOCK, 2 * EXPANDED_BLOCK):  # of some kernels blocks are multiples of 128
+        of_bfloat16 = [words for words in choices(n, "bfloat16", block) if words not in done]
+        yield from _check_expanded(kernels, gpu, m, n, "bfloat16", block, of_bfloat16)
+        done = done + of_bfloat16
 
 
-def _check_expanded(kernels, gpu, m, n, out_dtype, choices) -> Iterator[Result]:
-    k, block = EXPANDED_K, 64
+def _check_expanded(kernels, gpu, m, n, out_dtype, block, choices) -> Iterator[Result]:
+    k = EXPANDED_K
     rng = np.random.default_rng(m)
     x, w = rng.integers(-128, 128, (m, k), np.int8), rng.integers(-8, 8, (n, k), np.int8)
     multiple, zero_point = (rng.integers(-8, 8, (n, -(-k // block)), np.int8) for _ in range(2))

@@ -36,5 +36,10 @@ def by_each(restrict, words, run) -> Iterator[tuple[str, np.ndarray]]:
         yield each, out
 
 
+def one_for_all(choices: list[tuple[str, int]]) -> list[str]:
+    """The words of choices with their bytes of workspace: the largest comes first, as its program serves all."""
+    return [words for words, _ in sorted(choices, key=lambda choice: -choice[1])]
+
+
 def bits(x):
     return np.ascontiguousarray(x).view(f"u{x.itemsize}")

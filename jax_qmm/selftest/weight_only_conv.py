@@ -13,9 +13,9 @@ import numpy as np
 import jax_qmm
 from jax_qmm import _extension
 from jax_qmm.ops.conv_form import Window
-from jax_qmm.selftest.block_scaled_mm import WEIGHT_ZERO_POINTS, of_weights
+from jax_qmm.selftest.block_scaled_mm import WEIGHT_ZERO_POINTS
 from jax_qmm.selftest.quantize import FLOATS
-from jax_qmm.selftest.result import Checks, Result, by_each
+from jax_qmm.selftest.result import Checks, Result, by_each, one_for_all
 
 # Windows of convolutions; and where weights have blocks, which end within taps: the sizes of images, and outputs and
 # columns of a block for each number of channels. TMA brings images whose channels are multiples of 64.
@@ -56,7 +56,7 @@ def check_weight_only_conv(
     axes = Window(STRIDES, PADDING, (1, 1), DILATION, 1).in_kernels(images[1:3], TAPS, want.shape[1:3])
     windows = images[0], channels, *axes
     choices = kernels.BlockScaledMmProblem(want[..., 0].size, outputs, k, 1, *kind, windows).choices(gpu)
-    for words, out in by_each(*of_weights(kernels, choices), lambda: run(x, w)):
+    for words, out in by_each(kernels.restrict_block_scaled_mm, one_for_all(choices), lambda: run(x, w)):
         rounds = zero_dtype == "float32" or "weights scaled" in words
         tolerance = (1.01 * unit * rounds + (k + 16) * 2.0**-23) * size
         tolerance += (2.0**-23 if out_dtype == jnp.float32 else unit) * (np.abs(want) + tolerance)

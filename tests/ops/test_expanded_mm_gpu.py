@@ -21,6 +21,18 @@ KERNELS = (
     *("sm80 multistage 64x64x64 int4", "sm80 multistage 64x64x128 int4", "sm80 multistage 128x128x64 int4"),
     *(f"sm90 wgmma {tile}{parts} int4" for tile in TILES for parts in ("", " split-K 2")),
 )
+PERSISTENT = (
+    *(
+        f"sm90 wgmma {tile} {way} int4"
+        for tile in ("128x128x128", "256x128x128 cluster 2")
+        for way in ("persistent", "stream-K")
+    ),
+    *(
+        f"sm90 wgmma {tile} stream-K int4 in blocks of {unit}"
+        for tile in ("16x192x128", "32x128x128", "64x128x128")
+        for unit in (32, 128)
+    ),
+)
 
 
 def operands(batch, m, n, k, block, zero_points, seed=0):
@@ -53,7 +65,7 @@ def run(x, w, multiple, zero_point, block, **options):
 @pytest.fixture(params=KERNELS)
 def kernel(request, extension):
     """Has every product take this kernel, where the GPU has it."""
-    if request.param not in extension.ExpandedMmProblem(1, 1, 32, 1, "int32").choices(_extension.gpu()):
+    if request.param not in dict(extension.ExpandedMmProblem(1, 1, 32, 1, "int32", 32).choices(_extension.gpu())):
         pytest.skip("not a kernel of this GPU")
     extension.restrict_expanded_mm(request.param)
     yield request.param
@@ -110,15 +122,14 @@ def test_epilogue(kernel, oracle, given, n, dtype):
     check_epilogue(oracle, operands(2, 5, n, 64, 32, True), 32, dtype, given)
 
 
-@pytest.mark.parametrize(
-    "words", [f"sm90 wgmma {tile} persistent int4" for tile in ("128x128x128", "256x128x128 cluster 2")]
-)
+@pytest.mark.parametrize("words", PERSISTENT)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize(
     "batch, m, n, k, block",
     [
         (1, 1, 8, 32, 32),
+        (1, 40, 200, 5280, 128),  # tiles, the last of which is not full, are parts of several blocks
         (1, 300, 136, 1440, 96),
         (2, 257, 264, 416, 64),
         (1, 70, None, 160, 128),  # each block has several tiles
@@ -126,9 +137,9 @@ def test_epilogue(kernel, oracle, given, n, dtype):
 )
 def test_persistent_blocks(words, batch, m, n, k, block, zero_points, dtype, extension, oracle):
     n = n or 256 * _extension.gpu().sm_count + 72
-    problem = extension.ExpandedMmProblem(m, n, k, batch, np.dtype(dtype).name)
-    if words not in problem.choices(_extension.gpu()):
-        pytest.skip("not a kernel of this GPU")
+    problem = extension.ExpandedMmProblem(m, n, k, batch, np.dtype(dtype).name, block)
+    if words not in dict(problem.choices(_extension.gpu())):
+        pytest.skip("no kernel for such blocks, or of this GPU")
     extension.restrict_expanded_mm(words)
     try:
         check_epilogue(oracle, operands(batch, m, n, k, block, zero_points), block, dtype)

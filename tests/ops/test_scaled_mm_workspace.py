@@ -1,4 +1,7 @@
-"""The workspace of kernels that split K over blocks: a result of the custom call where its kernel needs one."""
+"""The workspace of kernels that split K over blocks: a result of the custom call where its kernel needs one.
+
+Of `scaled_mm`, and of `expanded_mm`, whose blocks may share tiles.
+"""
 
 import re
 
@@ -11,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_qmm
 from jax_qmm import _extension
+from jax_qmm.ops.expanded_mm import expanded_mm
 
 spec = jax.ShapeDtypeStruct
 A, B = spec((16, 4096), jnp.int8), spec((64, 4096), jnp.int8)
@@ -20,9 +24,9 @@ def mm(a, b):
     return jax_qmm.scaled_mm(a, b, 0.5, 0.25)
 
 
-def result_types(text):
+def result_types(text, op="scaled_mm"):
     """Of the one custom call of the kernel."""
-    ((line),) = re.findall(r"custom_call @jax_qmm_scaled_mm\(.*", text)
+    ((line),) = re.findall(rf"custom_call @jax_qmm_{op}\(.*", text)
     return re.findall(r"tensor<(\S+?)>", line.partition(" -> ")[2])
 
 
@@ -93,6 +97,20 @@ def test_only_the_gpus_of_the_program_are_asked(monkeypatch):
     assert _extension.scaled_mm_workspace(gpus, *product) == 200
     assert _extension.scaled_mm_workspace(gpus[:2], *product) == 100
     assert _extension.scaled_mm_workspace(gpus[3:], *product) == 0
+
+
+@pytest.mark.parametrize(("block", "as_asked"), [(128, 128), (2**20, 4096)])
+def test_a_call_of_expanded_mm_has_one_where_its_kernel_needs_it(monkeypatch, block, as_asked):
+    asked = []
+    monkeypatch.setattr(_extension, "fallback_reason", lambda *where: None)
+    monkeypatch.setattr(_extension, "expanded_mm_workspace", lambda devices, product: asked.append(product) or 96)
+    operands = A, spec(B.shape, jnp.int4), spec((64, -(-4096 // block)), jnp.int8)
+    run = jax.jit(lambda *leaves: expanded_mm(*leaves, block=block, out_dtype=jnp.bfloat16))
+    assert result_types(run.lower(*operands).as_text(), "expanded_mm") == ["1x16x64xbf16", "96xui8"]
+    assert asked == [(16, 64, 4096, 1, "bfloat16", as_asked)]
+    monkeypatch.setattr(_extension, "expanded_mm_workspace", lambda *product: 0)
+    run.clear_cache()
+    assert result_types(run.lower(*operands).as_text(), "expanded_mm") == ["1x16x64xbf16"]
 
 
 @pytest.mark.gpu

@@ -2,10 +2,10 @@
 
 from mutations.mutant import Mutant
 
-SUMS = "tests/ops/test_quantize_gpu.py::test_sums_of_what_shares_a_scale[float32-8200]"
+SUMS = "tests/ops/test_quantize_gpu.py::test_sums_of_what_shares_a_scale[float32-{}]"
 ROWS = "tests/ops/test_quantize_gpu.py::test_every_row_length[float32-{}]"
 TESTS = {
-    "quantize": [*(ROWS.format(cols) for cols in (64, 100, 1000, 4096, 8200)), SUMS],
+    "quantize": [*(ROWS.format(cols) for cols in (64, 100, 1000, 4096, 8200)), SUMS.format(64), SUMS.format(8200)],
 }
 
 QUANTIZE = "quantize/kernels.cuh"
@@ -20,15 +20,16 @@ MUTANTS = [
     Mutant(
         "quantize: a short row too many is loaded",
         QUANTIZE,
-        "if (i < count) chunks[j].load(x + i",
-        "chunks[j].load(x + i",
+        "if (row_of(i) < rows) chunks[i][j].load(",
+        "chunks[i][j].load(",
     ),
     Mutant(
         "quantize: a short row too many is stored",
         QUANTIZE,
-        "bool const is_there = i < count,",
+        "bool const is_there = row < rows,",
         "bool const is_there = true,",
     ),
+    Mutant("quantize: the sum of a part of a short row", QUANTIZE, "sum += store<kind, true", "sum = store<kind, true"),
     Mutant(
         "quantize: the range of a part of a short row",
         QUANTIZE,
