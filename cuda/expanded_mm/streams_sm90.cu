@@ -61,15 +61,15 @@ void add(std::vector<Instance>& to, int tile_cycles, int step_cycles, int sharin
 void add_streams(std::vector<Instance>& to) {
   using Many = PersistentSm90<int8_t, 4, 128, true, ExpandedMm::kColumns>;
   using Most = PersistentSm90<int8_t, 4, 256, true, ExpandedMm::kColumns>;
-  add<Many, 1>(to, 4280, 1007), add<Many, 2>(to, 8660, 1093, 1130);
-  add<Most, 1>(to, 7110, 1263), add<Most, 2>(to, 14890, 1411, 1710);
+  add<Many, 1>(to, 4330, 1015), add<Many, 2>(to, 7740, 1111, 1230);
+  add<Most, 1>(to, 7160, 1293), add<Most, 2>(to, 14690, 1436, 1700);
   // Few rows have weights become int8 as fast as memory gives them, where few terms are made for them.
-  add<PersistentSm90<int8_t, 4, 16, true, 32>, 2>(to, 7570, 1041, 300);
-  add<PersistentSm90<int8_t, 4, 16, true, 128>, 2>(to, 6430, 895, 350);
-  add<PersistentSm90<int8_t, 4, 32, true, 32>, 2>(to, 7140, 816, 280);
-  add<PersistentSm90<int8_t, 4, 32, true, 128>, 2>(to, 6840, 695, 250);
-  add<PersistentSm90<int8_t, 4, 64, true, 32>, 2>(to, 7200, 893, 620);
-  add<PersistentSm90<int8_t, 4, 64, true, 128>, 2>(to, 6280, 776, 660);
+  add<PersistentSm90<int8_t, 4, 16, true, 32>, 2>(to, 7670, 1005, 320);
+  add<PersistentSm90<int8_t, 4, 16, true, 128>, 2>(to, 6770, 857, 330);
+  add<PersistentSm90<int8_t, 4, 32, true, 32>, 2>(to, 6900, 797, 340);
+  add<PersistentSm90<int8_t, 4, 32, true, 128>, 2>(to, 6440, 680, 340);
+  add<PersistentSm90<int8_t, 4, 64, true, 32>, 2>(to, 7280, 874, 630);
+  add<PersistentSm90<int8_t, 4, 64, true, 128>, 2>(to, 6670, 750, 640);
 }
 
 }  // namespace jax_qmm::expanded

@@ -30,9 +30,10 @@ def test_choices_are_near_the_fastest_that_was_measured(extension, h200, stored)
 @pytest.mark.parametrize(
     ("name", "fewest", "mean", "worst"),
     [
-        ("h100/expanded_mm_kernels.csv", 65, 1.02, 1.15),  # of other kernels for fewer rows than there are
-        ("h100/expanded_mm_few_rows.csv", 1, 1.03, 1.2),
-        ("h200/expanded_mm_kernels.csv", 65, 1.02, 1.15),
+        # Costs are fitted to the H200's. The first has other kernels for fewer rows than there are.
+        ("h100/expanded_mm_kernels.csv", 65, 1.02, 1.26),
+        ("h100/expanded_mm_few_rows.csv", 1, 1.03, 1.21),
+        ("h200/expanded_mm_kernels.csv", 1, 1.01, 1.1),
     ],
 )
 def test_choices_of_w4a8_are_near_the_fastest_that_was_measured(
@@ -42,7 +43,7 @@ def test_choices_of_w4a8_are_near_the_fastest_that_was_measured(
     products = {}
     with stored(f"../{name}").open() as file:
         for row in csv.DictReader(file):
-            if row["kernel"].endswith("int4") and int(row["m"]) >= fewest:
+            if row["kernel"].startswith("sm") and int(row["m"]) >= fewest:
                 products.setdefault((row["m"], row["n"], row["k"]), {})[row["kernel"]] = float(row["us"])
     ratios = {}
     for sizes, times in products.items():
