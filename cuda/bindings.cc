@@ -256,12 +256,9 @@ void bind_block_scaled_mm(nb::module_& m) {
 void bind_block_quantized_mm(nb::module_& m) {
   nb::class_<BlockQuantizedMm>(m, "BlockQuantizedMmProblem", "A product, and the kernel that can compute it.")
       .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int block,
-                       std::string const& zero_points, bool shared_b, std::optional<std::string> const& a,
-                       bool symmetric) {
+                       std::string const& zero_points, bool shared_b) {
              auto problem = sized<BlockQuantizedMm>(m, n, k, batch, out);
              problem.in = dtype(in);
-             problem.a_dtype = a ? dtype(*a) : problem.in;
-             problem.symmetric = symmetric;
              problem.block = block;
              static float const somewhere = 0;  // any address: nobody reads there
              for (char const side : zero_points) {
@@ -272,8 +269,7 @@ void bind_block_quantized_mm(nb::module_& m) {
              return problem;
            }),
            nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
-           nb::arg("block"), nb::arg("zero_points"), nb::arg("shared_b") = false, nb::arg("a_dtype") = nb::none(),
-           nb::arg("symmetric") = true,
+           nb::arg("block"), nb::arg("zero_points"), nb::arg("shared_b") = false,
            "With zero points of the sides that are named, \"a\", \"b\" or \"ab\"; whether 128 rows of b share their "
            "scales.")
       .def(
@@ -293,9 +289,7 @@ void bind_block_quantized_mm(nb::module_& m) {
             }
             return found;
           },
-          nb::arg("gpu"), "All kernels that serve it, in words.")
-      .def("quantizes_in_product", quantizes_in_product, nb::arg("gpu"),
-           "Of a float a_dtype, whether one kernel is predicted to be faster than a quantizer and a product.");
+          nb::arg("gpu"), "All kernels that serve it, in words.");
   m.def("restrict_block_quantized_mm", restrict_block_quantized_mm, nb::arg("words"),
         "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
 }

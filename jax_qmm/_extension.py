@@ -290,17 +290,6 @@ def describe_block_quantized_mm(product) -> str:
     return _describe("BlockQuantizedMmProblem", product, "by a formula, not measured")
 
 
-def quantizes_in_product(devices, product) -> bool:
-    """Whether kernels that quantize x are faster than a quantizer beside others on this process' GPUs among `devices`.
-
-    Args:
-      product: what a `BlockQuantizedMmProblem` of float x is made of.
-    """
-    kernels, _ = _load()
-    gpus = _gpus_among(devices)
-    return bool(gpus) and all(kernels.BlockQuantizedMmProblem(*product).quantizes_in_product(gpu) for gpu in gpus)
-
-
 def describe_expanded_mm(product) -> str:
     """Likewise for an `ExpandedMmProblem`."""
     return _describe("ExpandedMmProblem", product, "by a formula, not measured")

@@ -9,9 +9,6 @@
 // else is float32: each zero point with one fused multiply-add, then block after block
 // y = fma(scale_a, scale_b * t, y), so that an int8 result is the same whatever the tile. Of fp8 up to four parts
 // of the blocks may be added up by themselves. Then the bias, the activation, and one rounding to the output's dtype.
-//
-// Floats of a are quantized to the dtype of b in the same blocks first, as quantize.h has it: scale_a, zero_point_a and
-// sums_a are what that gives.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -45,15 +42,13 @@ struct InBlocks {
   __host__ __device__ bool shares_scales() const { return scale.shift > 0; }
 };
 
-// Of the terms of a ScaledMm it has the bias alone; `in` is the dtype of b.
+// Of the terms of a ScaledMm it has the bias alone.
 struct BlockQuantizedMm : ScaledMm {
   static constexpr int kShortest = 32, kLongest = 256;  // blocks, by powers of two
   static constexpr int kLog2Shared = 7, kShared = 128;  // rows of b that may share their scales
   static constexpr int kFewRows = 64;                   // of a; up to here reading b may be what counts
 
-  int block;       // columns that share a scale; the last one may be short
-  DType a_dtype;   // `in`, or kF32, kBF16 or kF16
-  bool symmetric;  // without zero points for a of floats
+  int block;  // columns that share a scale; the last one may be short
   InBlocks of_a, of_b;
 
   int groups() const { return int(ceil_div(k, block)); }
@@ -61,20 +56,13 @@ struct BlockQuantizedMm : ScaledMm {
   bool stores_whole() const {
     return (reinterpret_cast<uintptr_t>(out) | uintptr_t(n) * bytes_of(out_dtype)) % 16 == 0;
   }
-  bool quantizes() const { return a_dtype != in; }
-  bool has_zero_points() const {
-    return of_a.zero_point.data != nullptr || of_b.zero_point.data != nullptr || (quantizes() && !symmetric);
-  }
+  bool has_zero_points() const { return of_a.zero_point.data != nullptr || of_b.zero_point.data != nullptr; }
 };
 
 // The kernel of the table that serves the problem and is predicted to be the fastest; none where none does.
 std::optional<int> select_block_quantized_mm(BlockQuantizedMm const& problem, Gpu const& gpu);
 std::vector<int> block_quantized_mm_choices(BlockQuantizedMm const& problem, Gpu const& gpu);
 std::string describe_block_quantized_mm(int instance);
-
-// Of a problem with floats of a, whether its kernel is predicted to take less time than a quantizer and the product of
-// what that gives.
-bool quantizes_in_product(BlockQuantizedMm const& problem, Gpu const& gpu);
 
 // Leaves only the kernels whose words have this to choose from, for tests: all with "". Not while other threads choose.
 void restrict_block_quantized_mm(std::string words);

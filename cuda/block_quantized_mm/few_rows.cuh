@@ -2,15 +2,11 @@
 // the tensor cores, and 8 or 16 of a; its warps take turns at K. Sums of a block of columns are whole in one warp,
 // which leaves them in shared memory. After some turns all threads scale what is there, for each output block after
 // block: so results of int8 are those of other kernels, bit for bit, though many warps share K.
-//
-// Of a in floats, each block of threads quantizes the columns of these turns first, into shared memory, while rows of b
-// are on their way to L2.
 #pragma once
 
 #include <type_traits>
 
 #include "block_quantized_mm/instances.h"
-#include "block_quantized_mm/quantize_rows.cuh"
 #include "block_quantized_mm/sum.cuh"
 #include "core/async_copy.cuh"
 #include "core/launch.cuh"
@@ -31,17 +27,15 @@ struct Params {
   int m, n, k;
   int64_t a_batch_stride, b_batch_stride, out_batch_stride;
   int log2_block, groups;
-  DType a_dtype;
-  bool symmetric;  // how floats of a are quantized
   InBlocks of_a, of_b;
   EpilogueArgs<true> epilogue;
 };
 
-// kOf32: blocks of 32 columns. kEights: how often 8 rows of a. kTiles: how often 16 rows of b. kQuantizes: a of floats.
-template <DType In, bool ZeroPoints, bool Of32, int Eights, int Tiles, int Warps, bool Quantizes = false>
+// kOf32: blocks of 32 columns. kEights: how often 8 rows of a. kTiles: how often 16 rows of b.
+template <DType In, bool ZeroPoints, bool Of32, int Eights, int Tiles, int Warps>
 struct Config {
   static constexpr DType kIn = In;
-  static constexpr bool kZeroPoints = ZeroPoints, kOf32 = Of32, kQuantizes = Quantizes;
+  static constexpr bool kZeroPoints = ZeroPoints, kOf32 = Of32;
   static constexpr int kEights = Eights, kTiles = Tiles, kWarps = Warps, kThreads = 32 * Warps;
   static constexpr int kTileM = 8 * Eights, kTileN = 16 * Tiles, kLines = kTileM + kTileN;
   static_assert(BlockQuantizedMm::kShared % kTileN == 0, "rows of b of a tile share a scale, or none do");
@@ -54,24 +48,15 @@ struct Config {
   };
   // Blocks that are scaled at once, so many that each warp has a turn of them, and twice as many where they fit.
   static constexpr bool kTwice = Of32 || sizeof(Blocks<4 * Warps>) <= kStaticBytes;
-  static constexpr int kBlocks = Quantizes ? 32 / Eights : (kTwice ? 4 : 2) * Warps;
+  static constexpr int kBlocks = (kTwice ? 4 : 2) * Warps;
   static constexpr int kOutputs = kTileM * kTileN;
   static constexpr int kEach = kOutputs >= 512 ? 4 : 1;  // outputs side by side that a thread scales
   static constexpr int kTimes = (kOutputs / kEach + kThreads - 1) / kThreads;
-  static constexpr int kLeastPerSm = !Quantizes ? 0 : Warps == 16 ? 1 : Tiles == 1 ? 3 : 2;  // blocks; 0 for any
-  static constexpr int kColumns = kTurn * kBlocks;  // of a that are quantized at once
-  struct Quantized {
-    alignas(16) uint8_t a[kTileM][kColumns + (Of32 ? 32 : 64)];  // padded: loads of 8 rows hit distinct banks
-  };
-  struct Nothing {};
-  struct Shared : std::conditional_t<Quantizes, Quantized, Nothing>, Blocks<kBlocks> {};
+  using Shared = Blocks<kBlocks>;
 
   // XLA has an SM keep little L1 for kernels of its graphs that ask for shared memory when they are launched. Loads on
   // their way take room there: 28672 x 4096 with one row, 33 us on an H200, took 43.
   static constexpr bool kDynamic = sizeof(Shared) > kStaticBytes;
-
-  // How many are scaled at once.
-  static __device__ int blocks(Params const& p) { return Quantizes ? min(kBlocks, kColumns >> p.log2_block) : kBlocks; }
 };
 
 // A thread's 32 columns of a turn. What a fragment calls K is any 32 columns, as long as they are the same of both
@@ -95,18 +80,6 @@ __device__ void load_turn(uint32_t (&words)[8], uint8_t const* row, int turn, in
   }
 }
 
-// Likewise of a row in shared memory.
-template <bool kOf32>
-__device__ void load_quantized(uint32_t (&words)[8], uint8_t const* turn) {
-  using Vector = std::conditional_t<kOf32, uint2, uint4>;
-  constexpr int kCount = sizeof(words) / sizeof(Vector);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    Vector const vector = *reinterpret_cast<Vector const*>(turn + sizeof(Vector) * (4 * i + threadIdx.x % 4));
-    memcpy(words + i * 8 / kCount, &vector, sizeof(Vector));
-  }
-}
-
 __device__ inline void multiply(int32_t (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) { mma(c, a, b); }
 __device__ inline void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
 #if __CUDA_ARCH__ >= 890
@@ -116,59 +89,12 @@ __device__ inline void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t 
 #endif
 }
 
-// Brings the rows of b that are multiplied from block `first` on to L2.
-template <class C>
-__device__ void prefetch_b(Params const& p, int l, int first_n, int first) {
-  int const begin = first << p.log2_block, columns = min(C::blocks(p) << p.log2_block, p.k - begin);
-  int const lines = (columns + kLine - 1) / kLine, rows = min(C::kTileN, p.n - first_n);
-  for (int i = threadIdx.x; i < rows * lines; i += C::kThreads) {
-    prefetch_l2(p.b + l * p.b_batch_stride + int64_t(first_n + i / lines) * p.k + begin + i % lines * kLine);
-  }
-}
-
-// Quantizes the rows of a from block `first` on.
-template <class C>
-__device__ void quantize_a(Params const& p, typename C::Shared& shared, int l, int first_m, int first) {
-  using quantize::Kind;
-  int const begin = first << p.log2_block, end = min(p.k, begin + (C::blocks(p) << p.log2_block));
-  auto const quantize_as = [&](auto kind, auto const* a) {
-    quantize_rows<decltype(kind)::value, C::kZeroPoints, C::kWarps>(
-        a + l * p.a_batch_stride + int64_t(first_m) * p.k, min(C::kTileM, p.m - first_m), p.k, begin, end, p.log2_block,
-        [&](int row, int column, uint2 values) { *reinterpret_cast<uint2*>(&shared.a[row][column]) = values; },
-        [&](int row, int block, QuantizedBlock const& of_block) {
-          shared.terms[0][block][row] = of_block.scale;
-          if constexpr (C::kZeroPoints) {
-            shared.terms[1][block][row] = of_block.zero_point;
-            shared.terms[2][block][row] = static_cast<float>(of_block.sum);
-          }
-        });
-  };
-  auto const quantize_floats = [&](auto kind) {
-    if (p.a_dtype == DType::kF32) {
-      quantize_as(kind, static_cast<float const*>(p.a));
-    } else if (p.a_dtype == DType::kBF16) {
-      quantize_as(kind, static_cast<__nv_bfloat16 const*>(p.a));
-    } else {
-      quantize_as(kind, static_cast<__half const*>(p.a));
-    }
-  };
-  if constexpr (C::kIn == DType::kF8E4M3) {
-    quantize_floats(std::integral_constant<Kind, Kind::kFp8>{});
-  } else {
-    if constexpr (C::kZeroPoints) {
-      if (!p.symmetric) return quantize_floats(std::integral_constant<Kind, Kind::kInt8ZeroPoint>{});
-    }
-    quantize_floats(std::integral_constant<Kind, Kind::kInt8>{});
-  }
-}
-
 // Starts the copies of what the lines have of the blocks from `first` on.
 template <class C>
 __device__ void copy_terms(Params const& p, typename C::Shared& shared, int l, int first_m, int first_n, int first) {
   for (int i = threadIdx.x; i < C::kLines * C::kBlocks; i += C::kThreads) {
     int const line = i / C::kBlocks, block = i % C::kBlocks;
     bool const of_a = line < C::kTileM;
-    if (C::kQuantizes && of_a) continue;
     if (!C::kZeroPoints && line > C::kTileM && p.of_b.shares_scales()) continue;
     int const row = of_a ? first_m + line : first_n + line - C::kTileM;
     if (first + block >= p.groups || row >= (of_a ? p.m : p.n)) continue;
@@ -199,7 +125,7 @@ __device__ void sum_blocks(Params const& p, typename C::Shared& shared, int l, i
   uint8_t const* const a = static_cast<uint8_t const*>(p.a) + l * p.a_batch_stride;
   uint8_t const* const b = p.b + l * p.b_batch_stride;
   int const block = 1 << p.log2_block, unit = max(kTurn, block);  // columns: whole turns, and whole blocks
-  int const begin = first * block, end = begin + min(p.k - begin, C::blocks(p) * block);
+  int const begin = first * block, end = begin + min(p.k - begin, C::kBlocks * block);
   Accumulator acc[C::kTiles][C::kEights][4];
   auto const each_sum = [&](auto use) {
 #pragma unroll
@@ -222,11 +148,7 @@ __device__ void sum_blocks(Params const& p, typename C::Shared& shared, int l, i
       for (int i = 0; i < C::kEights; ++i) {
         int const m = first_m + 8 * i + group;
         if (m >= p.m) continue;
-        if constexpr (C::kQuantizes) {
-          load_quantized<C::kOf32>(of_a[i], &shared.a[8 * i + group][turn - begin]);
-        } else {
-          load_turn<C::kOf32, false>(of_a[i], a + int64_t(m) * p.k, turn, p.k);
-        }
+        load_turn<C::kOf32, false>(of_a[i], a + int64_t(m) * p.k, turn, p.k);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -264,17 +186,13 @@ __device__ typename C::Shared& shared_of() {
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kLeastPerSm) few_rows_kernel(Params p) {
+__global__ void __launch_bounds__(C::kThreads) few_rows_kernel(Params p) {
   typename C::Shared& shared = shared_of<C>();
   int const l = blockIdx.y, first_n = blockIdx.x * C::kTileN, first_m = blockIdx.z * C::kTileM;
   // The first weights, to L2 by the time that the kernel before this one is done.
-  if constexpr (C::kQuantizes) {
-    prefetch_b<C>(p, l, first_n, 0);
-  } else {
-    int const lane = threadIdx.x % 32, column = threadIdx.x / 32 * max(kTurn, 1 << p.log2_block);
-    if (lane < C::kTileN && column < p.k) {
-      prefetch_l2(p.b + l * p.b_batch_stride + int64_t(min(first_n + lane, p.n - 1)) * p.k + column);
-    }
+  int const lane = threadIdx.x % 32, column = threadIdx.x / 32 * max(kTurn, 1 << p.log2_block);
+  if (lane < C::kTileN && column < p.k) {
+    prefetch_l2(p.b + l * p.b_batch_stride + int64_t(min(first_n + lane, p.n - 1)) * p.k + column);
   }
   begin_in_turn();
 
@@ -288,18 +206,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kLeastPerSm) few_rows_kernel(P
     }
   };
   bool const shares_b = !C::kZeroPoints && p.of_b.shares_scales();
-  for (int first = 0; first < p.groups; first += C::blocks(p)) {
+  for (int first = 0; first < p.groups; first += C::kBlocks) {
     copy_terms<C>(p, shared, l, first_m, first_n, first);
-    if constexpr (C::kQuantizes) {
-      int const next = first + C::blocks(p);
-      if (next < p.groups) prefetch_b<C>(p, l, first_n, next);
-      quantize_a<C>(p, shared, l, first_m, first);
-      __syncthreads();
-    }
     sum_blocks<C>(p, shared, l, first_m, first_n, first);
     wait_for_copies<0>();
     __syncthreads();
-    int const count = min(C::blocks(p), p.groups - first);
+    int const count = min(C::kBlocks, p.groups - first);
     each_output([&](float (&outputs)[C::kEach], int m, int n) {
 #pragma unroll 4
       for (int block = 0; block < count; ++block) {
@@ -351,8 +263,6 @@ cudaError_t launch(BlockQuantizedMm const& p, Submit const& submit) {
                       p.out_batch_stride,
                       __builtin_ctz(p.block),
                       p.groups(),
-                      p.a_dtype,
-                      p.symmetric,
                       p.of_a,
                       p.of_b,
                       epilogue_args<true>(p)};
@@ -366,7 +276,7 @@ Instance instance(int blocks_per_sm, FewRowsCycles cycles) {
   i.shortest = C::kOf32 ? 32 : 64, i.longest = C::kOf32 ? 32 : BlockQuantizedMm::kLongest;
   i.tile_m = C::kTileM, i.tile_n = C::kTileN, i.tile_k = C::kWarps * kTurn;
   i.threads = C::kThreads, i.blocks_per_sm = blocks_per_sm, i.shared_bytes = sizeof(typename C::Shared);
-  i.few_rows = cycles, i.quantizes = C::kQuantizes;
+  i.few_rows = cycles;
   i.prepare = prepare<C>, i.launch = launch<C>;
   return i;
 }
@@ -384,11 +294,6 @@ void add_few_rows(std::vector<Instance>& to) {
   to.push_back(instance<Config<In, kZeroPoints, false, 1, 2, 16>>(1, {2900, 740, 3600}));
   to.push_back(instance<Config<In, kZeroPoints, false, 2, 2, 8>>(2, {4000, 3550, 220}));
   to.push_back(instance<Config<In, kZeroPoints, true, 1, 2, 8>>(2, {2700, 5800, 840}));
-  to.push_back(instance<Config<In, kZeroPoints, false, 1, 1, 8, true>>(3, {130, 3300, 20}));
-  to.push_back(instance<Config<In, kZeroPoints, false, 1, 2, 8, true>>(2, {2800, 3000, 180}));
-  to.push_back(instance<Config<In, kZeroPoints, false, 1, 2, 16, true>>(1, {2900, 740, 3600}));
-  to.push_back(instance<Config<In, kZeroPoints, false, 2, 2, 8, true>>(2, {4000, 3550, 220}));
-  to.push_back(instance<Config<In, kZeroPoints, true, 1, 2, 8, true>>(2, {2700, 5800, 840}));
 }
 
 }  // namespace jax_qmm::block_quantized

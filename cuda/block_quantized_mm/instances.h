@@ -21,7 +21,6 @@ struct Instance {
   bool persistent = false;  // with results that TMA writes
   bool of_a_alone = false;  // with zero points, of a alone
   bool shared_b = false;    // for rows of b that share their scales
-  bool quantizes = false;   // a of floats
   int share = 1;            // blocks of a cluster that load an operand for each other,
   int parts = 1;            // or that share K
   std::optional<FewRowsCycles> few_rows{};

@@ -59,8 +59,7 @@ bool serves(Instance const& i, BlockQuantizedMm const& p) {
   if (i.shared_b && p.of_b.scale.shift == 0) return false;
   if (p.m <= i.tile_m * (i.share - 1)) return false;  // the last block of each cluster would have no rows
   if (i.parts > 1 && ceil_div(p.groups(), kBlocksOfSlot) < i.parts) return false;
-  return i.in == p.in && i.quantizes == p.quantizes() && i.zero_points == p.has_zero_points() &&
-         i.shortest <= p.block && p.block <= i.longest;
+  return i.in == p.in && i.zero_points == p.has_zero_points() && i.shortest <= p.block && p.block <= i.longest;
 }
 
 struct Costs {
@@ -99,14 +98,11 @@ PersistentCosts costs_of_persistent(Instance const& i) {
 // Seconds, as predicted from the description of the GPU.
 double estimate_time(Instance const& i, BlockQuantizedMm const& p, Gpu const& gpu) {
   if (i.few_rows) {
-    // Cycles: in all, for each output and block, and for each value that a block quantizes, of one row of an H200.
-    constexpr double kLaunch = 365, kScaling = 0.21;
-    double const kQuantizing = i.in == DType::kS8 ? 1.55 : 2.1;
+    constexpr double kLaunch = 365, kScaling = 0.21;  // cycles: in all, and for each output and block
     double const tiles = double(tiles_of(i, p));
     double const steps = double(ceil_div(p.k, i.tile_k));
     double const scaling = kScaling * (i.zero_points ? 1.3 : 1) * i.tile_m * i.tile_n * p.groups();
-    double const quantizing = i.quantizes ? kQuantizing * std::min(i.tile_m, p.m) * p.k : 0;
-    return (kLaunch + i.few_rows->of(tiles, steps, scaling + quantizing, i.blocks_per_sm, gpu.sm_count)) / gpu.clock;
+    return (kLaunch + i.few_rows->of(tiles, steps, scaling, i.blocks_per_sm, gpu.sm_count)) / gpu.clock;
   }
   int64_t const of_part = ceil_div(ceil_div(p.groups(), kBlocksOfSlot), i.parts) * kBlocksOfSlot;
   double const groups = double(std::min<int64_t>(of_part, p.groups()));
@@ -162,19 +158,6 @@ std::optional<int> select_block_quantized_mm(BlockQuantizedMm const& p, Gpu cons
   return best;
 }
 
-bool quantizes_in_product(BlockQuantizedMm const& p, Gpu const& gpu) {
-  constexpr double kQuantizer = 2e-6;  // seconds, of few rows: what programs on an H200 take longer
-  BlockQuantizedMm of_quantized = p;
-  of_quantized.a_dtype = p.in;
-  static float const somewhere = 0;  // nobody reads there
-  if (!p.symmetric) of_quantized.of_a.zero_point.data = &somewhere;
-  auto const time_of = [&](BlockQuantizedMm const& product) {
-    std::optional<int> const choice = select_block_quantized_mm(product, gpu);
-    return choice ? estimate_time(instances()[*choice], product, gpu) : INFINITY;
-  };
-  return time_of(p) < kQuantizer + time_of(of_quantized);
-}
-
 void restrict_block_quantized_mm(std::string words) { wanted() = std::move(words); }
 
 std::string describe_block_quantized_mm(int instance) {
@@ -190,7 +173,7 @@ std::string describe_block_quantized_mm(int instance) {
   std::string const kind = i.few_rows ? "sm80 few rows " + tile + "x" + std::to_string(i.tile_k)
                            : i.wgmma  ? "sm90 wgmma " + tile + "x128" + cluster + persistent + split
                                       : "sm80 multistage " + tile + "x64";
-  return kind + " " + dtype_name(i.in) + (i.quantizes ? " of floats" : "") + (i.shared_b ? " of 128 rows" : "") +
+  return kind + " " + dtype_name(i.in) + (i.shared_b ? " of 128 rows" : "") +
          (i.longest == 32 ? " scaled each 32" : " scaled by block") + zero_points;
 }
 

@@ -60,11 +60,10 @@ NamedOperand<BlockQuantizedMm> const kNamed[] = {
 };
 
 ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs named, ffi::AnyBuffer out, int block,
-                bool symmetric, std::string_view names, std::string_view activation, float low, float high,
-                BlockQuantizedMm& p) {
+                std::string_view names, std::string_view activation, float low, float high, BlockQuantizedMm& p) {
   auto const refuse = [](std::string const& why) { return ffi::Error::InvalidArgument(why); };
   JAX_QMM_RETURN_IF_ERROR(check_dtype(b, "b", {DType::kS8, DType::kF8E4M3}));
-  JAX_QMM_RETURN_IF_ERROR(check_dtype(a, "a", {*dtype_of(b), DType::kF32, DType::kBF16, DType::kF16}));
+  JAX_QMM_RETURN_IF_ERROR(check_dtype(a, "a", {*dtype_of(b)}));
   JAX_QMM_RETURN_IF_ERROR(check_dtype(out, "out", {DType::kF32, DType::kBF16, DType::kF16}));
   JAX_QMM_RETURN_IF_ERROR(check_rank(a, "a", 3));
   JAX_QMM_RETURN_IF_ERROR(check_rank(b, "b", 3));
@@ -89,29 +88,22 @@ ffi::Error read(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs named, ff
   }
   p.m = int(m), p.n = int(n), p.k = int(k), p.batch = int(batch);
   p.block = block;
-  p.in = *dtype_of(b), p.a_dtype = *dtype_of(a), p.out_dtype = *dtype_of(out);
-  p.symmetric = symmetric;
+  p.in = *dtype_of(b), p.out_dtype = *dtype_of(out);
   p.a = a.untyped_data(), p.b = b.untyped_data(), p.out = out.untyped_data();
   p.a_batch_stride = batch_of(a, batch) == 1 ? 0 : m * k;
   p.b_batch_stride = batch_of(b, batch) == 1 ? 0 : n * k;
   p.out_batch_stride = m * n;
   JAX_QMM_RETURN_IF_ERROR(read_vectors(named, names, kNamed, p));
-  if (p.of_b.scale.data == nullptr && p.k > 0 && n > 0) return refuse("scale_b is missing");
-  for (auto const vector : {&InBlocks::scale, &InBlocks::zero_point, &InBlocks::sums}) {
-    bool const is_there = (p.of_a.*vector).data != nullptr;
-    if (p.quantizes() && is_there) return refuse("a is of floats; it has no scales, zero points or sums yet");
-    if (!p.quantizes() && !is_there && vector == &InBlocks::scale && p.k > 0 && m > 0) {
-      return refuse("scale_a is missing");
-    }
-  }
+  if (p.of_a.scale.data == nullptr && k > 0 && m > 0) return refuse("scale_a is missing");
+  if (p.of_b.scale.data == nullptr && k > 0 && n > 0) return refuse("scale_b is missing");
   return read_activation(activation, low, high, p);
 }
 
 ffi::Error block_quantized_mm(Destination const& destination, ffi::AnyBuffer a, ffi::AnyBuffer b,
-                              ffi::RemainingArgs named, ffi::Result<ffi::AnyBuffer> out, int32_t block, bool symmetric,
+                              ffi::RemainingArgs named, ffi::Result<ffi::AnyBuffer> out, int32_t block,
                               std::string_view names, std::string_view activation, float low, float high) {
   BlockQuantizedMm problem{};
-  JAX_QMM_RETURN_IF_ERROR(read(a, b, named, *out, block, symmetric, names, activation, low, high, problem));
+  JAX_QMM_RETURN_IF_ERROR(read(a, b, named, *out, block, names, activation, low, high, problem));
   Gpu const* gpu;
   JAX_QMM_RETURN_IF_ERROR(cuda_error(current_gpu(gpu), "asking what the GPU is"));
   return destination([&](Submit const& submit, Chosen& chosen) {
@@ -135,12 +127,11 @@ auto bind(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()                 // a (1 | batch, M, K)
       .template Arg<ffi::AnyBuffer>()                 // b (1 | batch, N, K)
-      .RemainingArgs()                                // scale_a (1 | batch, M, blocks of K) of an 8-bit a; scale_b
+      .RemainingArgs()                                // scale_a (1 | batch, M, blocks of K); scale_b
                                                       // (1 | batch, N | N / 128, blocks of K); zero points and sums
                                                       // likewise; bias (1 | batch, N)
       .template Ret<ffi::AnyBuffer>()                 // out (batch, M, N)
       .template Attr<int32_t>("block")                // columns: 32, 64, 128 or 256
-      .template Attr<bool>("symmetric")               // how floats of a are quantized
       .template Attr<std::string_view>("names")       // of the remaining arguments
       .template Attr<std::string_view>("activation")  // none, clamp, gelu or silu
       .template Attr<float>("low")                    // of clamp

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 
 from jax_qmm.dtypes import QTYPES
-from jax_qmm.ops.block_quantized_mm import in_blocks, product_in_blocks, to_be_quantized
+from jax_qmm.ops.block_quantized_mm import in_blocks, product_in_blocks
 from jax_qmm.ops.product import transposed
 from jax_qmm.ops.product_form import form_of, result, split_bias
 from jax_qmm.qarray import QArray
@@ -76,11 +76,7 @@ def dot(product, lhs, rhs, bias, static):
     else:
         x = x.reshape(*x.shape[: -len(form.contracted)], w.values.shape[-1])
         scheme, tile = product.scheme.with_static(*static), w.block if w.count != 1 else None
-        rows = math.prod(x.shape[len(form.batch) : -1])
-        if scheme.tile_size is not None and isinstance(rows, int) and rows <= _FEW_ROWS:
-            x = to_be_quantized(x, min(tile or scheme.tile_size, max(x.shape[-1], 1)), scheme.symmetric)
-        else:
-            x = in_blocks(scheme.quantize_activation(x, 1, sums=w.zero_point is not None, tile_size=tile))
+        x = in_blocks(scheme.quantize_activation(x, 1, sums=w.zero_point is not None, tile_size=tile))
     column_bias, late_bias = split_bias(product, form, bias)
     out = product_in_blocks(
         *(x, w, column_bias),
@@ -90,9 +86,6 @@ def dot(product, lhs, rhs, bias, static):
         out_sharding=form.out_sharding(product),
     )
     return result(product, form, out, late_bias)
-
-
-_FEW_ROWS = 16  # that kernels may quantize on the way
 
 
 def in_order(form, x, own, free):

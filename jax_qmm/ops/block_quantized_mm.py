@@ -1,7 +1,4 @@
-"""block_scaled_mm of two QArrays: int8 or fp8 operands that both have scales for blocks of columns.
-
-The first may be float still: a kernel for few rows quantizes it on the way, and where none is faster, a quantizer does.
-"""
+"""block_scaled_mm of two QArrays: int8 or fp8 operands that both have scales for blocks of columns."""
 
 import functools
 import math
@@ -16,10 +13,8 @@ from jax.interpreters import ad, batching
 
 from jax_qmm import _compat, _extension
 from jax_qmm.dtypes import QTYPES
-from jax_qmm.explicit_axes import gathered_unless_divided
 from jax_qmm.ops import dispatch, matmul_form
 from jax_qmm.ops.product import transposed
-from jax_qmm.ops.quantize import DYNAMIC
 from jax_qmm.ops.sharding import partitioned
 from jax_qmm.reference import activation as activations, block_quantized_mm as reference
 from jax_qmm.reference.quantize import spread
@@ -47,17 +42,16 @@ class InBlocks(NamedTuple):
     """One side of a product."""
 
     values: Any  # (*batch, *rows, K) or (*batch, N, K)
-    scale: Any  # (*batch, *rows, G) or (*batch, N, G), or None of rows that are float and get one for each block
+    scale: Any  # (*batch, *rows, G) or (*batch, N, G)
     zero_point: Any  # likewise, or None
     sums: Any  # of the values over each block, likewise, or None where they are not known
     block: int  # columns that share a scale
     shared: int = 1  # rows after one another, from the first on, that share theirs
-    symmetric: bool = True  # whether float rows get no zero points
 
     @property
     def count(self):
         """G."""
-        return -(-self.values.shape[-1] // self.block) if self.scale is None else self.scale.shape[-1]
+        return self.scale.shape[-1]
 
 
 def in_blocks(q, contracted=1):
@@ -90,12 +84,6 @@ def in_blocks(q, contracted=1):
     return InBlocks(values, *leaves, block, tile if first and rows[-1] % tile == 0 else 1)
 
 
-def to_be_quantized(x, block, symmetric):
-    """A side of floats `(*batch, *rows, K)`."""
-    side = InBlocks(x, None, None, None, block, symmetric=symmetric)
-    return side._replace(values=gathered_unless_divided(x, x.ndim - 1, side.count))
-
-
 def product_in_blocks(x: InBlocks, w: InBlocks, bias, **params):
     """The product of two sides; of different blocks one side needs a single one."""
     x, w = _with_blocks_of(x, w), _with_blocks_of(w, x)
@@ -106,25 +94,24 @@ def product_in_blocks(x: InBlocks, w: InBlocks, bias, **params):
         )
     vectors = {"scale_a": x.scale, "scale_b": w.scale, "zero_point_a": x.zero_point, "zero_point_b": w.zero_point}
     vectors["sums_a"] = None if w.zero_point is None else x.sums
-    vectors["sums_b"] = None if x.zero_point is None and x.symmetric else w.sums
+    vectors["sums_b"] = None if x.zero_point is None else w.sums
     vectors["bias"] = bias
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
     operands = _compat.align_varying([x.values, w.values, *vectors.values()])
-    params |= {"block": x.block, "shared_b": w.shared, "symmetric": x.symmetric}
+    params |= {"block": x.block, "shared_b": w.shared}
     return block_quantized_mm_p.bind(*operands, names=tuple(vectors), **params)
 
 
 def _with_blocks_of(side, other):
     """A side with one block of columns in as many as the other has."""
     count = other.count
-    if side.scale is None or side.count != 1 or count == 1:
+    if side.count != 1 or count == 1:
         return side
     scale, zero_point = (None if leaf is None else spread(leaf, count, count) for leaf in (side.scale, side.zero_point))
     return side._replace(scale=scale, zero_point=zero_point, sums=None, block=other.block)
 
 
-# The primitive: operands a, b and the vectors that `names` lists, of the form in `matmul_form`. An a of floats has none
-# of its own; it is quantized to the dtype of b, with zero points unless `symmetric`.
+# The primitive: operands a, b and the vectors that `names` lists, of the form in `matmul_form`
 
 block_quantized_mm_p = Primitive("block_quantized_mm")
 
@@ -143,16 +130,13 @@ def _abstract_eval(*operands, num_batch, out_dtype, out_sharding, **params):
 # Lowerings: to the kernel, and to the reference; each for the operands that one device holds
 
 
-def _kernel(*operands, names, num_batch, block, shared_b, symmetric, activation, out_dtype):
+def _kernel(*operands, names, num_batch, block, shared_b, activation, out_dtype):
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
     a, b, *vectors = operands
     vectors = dict(zip(names, vectors))
     bias = vectors.pop("bias", None)
-    if "scale_a" in vectors:
-        scales = {name: vectors.pop(name) for name in ("scale_a", "scale_b")}
-        vectors = scales | reference.zero_point_terms(a, b, block, **vectors)
-    elif not symmetric:
-        vectors.setdefault("sums_b", reference.block_sums(b, block))
+    scales = {name: vectors.pop(name) for name in ("scale_a", "scale_b")}
+    vectors = scales | reference.zero_point_terms(a, b, block, **vectors)
     vectors = {name: vector.astype(jnp.float32) for name, vector in vectors.items()}  # integers are below 2^24
     vectors |= {} if bias is None else {"bias": bias}
     if _shares(n, shared_b):
@@ -167,7 +151,6 @@ def _kernel(*operands, names, num_batch, block, shared_b, symmetric, activation,
     out = jax.ffi.ffi_call("jax_qmm_block_quantized_mm", result)(
         *matmul_form.fold([a, b, *vectors.values()], _labels(names), num_batch),
         block=kernel_block,
-        symmetric=symmetric,
         names=" ".join(names),
         activation=activation.name,
         low=np.float32(activation.low),
@@ -192,41 +175,8 @@ def _shares(n, shared_b):
     return n % _SHARED == 0 and shared_b % _SHARED == 0
 
 
-def _reference(*operands, names, shared_b, symmetric, block, **params):
-    if "scale_a" not in names:
-        operands, names = _quantized(operands, names, block, symmetric, DYNAMIC.reference)
-    a, b, *vectors = operands
-    return reference.block_quantized_mm(a, b, **dict(zip(names, vectors)), block=block, **params)
-
-
-def _quantized(operands, names, block, symmetric, quantize):
-    """The operands and names of a product in place of those with an a of floats; `quantize` as of `DYNAMIC`."""
-    (a, b, *vectors), sums = operands, "zero_point_b" in names
-    k, padding = a.shape[-1], -a.shape[-1] % block
-    in_blocks = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, padding)])
-    in_blocks = in_blocks.reshape(*a.shape[:-1], (k + padding) // block, block)
-    q, *leaves = quantize(in_blocks, qtype=b.dtype, axes=(a.ndim,), symmetric=symmetric, sums=sums)
-    of_a = ("scale_a", *([] if symmetric else ["zero_point_a"]), *(["sums_a"] if sums else []))
-    leaves = dict(zip(of_a, (leaf[..., 0] for leaf in leaves)))
-    if sums and padding and not symmetric:  # the last block's sum is of zeros too
-        leaves["sums_a"] = leaves["sums_a"].at[..., -1].add(-padding * leaves["zero_point_a"][..., -1])
-    q = q.reshape(*a.shape[:-1], k + padding)[..., :k]
-    return [q, b, *leaves.values(), *vectors], (*of_a, *names)
-
-
-def _prepared(devices, operands, *, names, block, symmetric, **params):
-    """With an a of floats quantized, where no kernel is faster that does so itself."""
-    if not _stays(devices, operands, names=names, block=block, symmetric=symmetric, **params):
-        operands, names = _quantized(operands, names, block, symmetric, DYNAMIC.kernel)
-    return operands, dict(params, names=names, block=block, symmetric=symmetric)
-
-
-def _stays(devices, operands, *, names, **params):
-    """Whether kernels on these devices are to take a as it is: in 8 bits, or as floats that one of them quantizes."""
-    if "scale_a" in names:
-        return True
-    product = _product(operands, names=names, **params)
-    return product is not None and _extension.quantizes_in_product(devices, product)
+def _reference(a, b, *vectors, names, shared_b, **params):
+    return reference.block_quantized_mm(a, b, **dict(zip(names, vectors)), **params)
 
 
 def _unserved(platform, devices, operands, *, num_batch, block, **params):
@@ -245,40 +195,32 @@ def unserved_blocks(block: int, k: int) -> str | None:
     return None
 
 
-def _describe(operands, results, *, names, block, symmetric, activation, **params):
+def _describe(operands, results, *, names, block, activation, **params):
     shown = [name for name in names if not name.startswith(("scale", "sums"))]
-    if "scale_a" not in names:
-        shown = ["a quantized" if symmetric else "a quantized asymmetrically", *shown]
     terms = [*shown, *([] if activation == activations.NONE else [str(activation)])]
     return f"block_scaled_mm ({', '.join([f'blocks of {block}', *terms])})", operands[:2]
 
 
-def _choice(operands, results, *, names, **params):
+def _choice(operands, results, **params):
     *_, k = matmul_form.sizes(operands, params["num_batch"])
-    at_each_call = [f"K padded to {_padded(k)}"] if k % _ALIGNED else []
-    _, devices = _extension.default_devices()
-    if not _stays(devices, operands, names=names, **params):
-        at_each_call = ["a quantized by a kernel of its own", *at_each_call]
-        names = ("scale_a", *([] if params["symmetric"] else ["zero_point_a"]), *names)
-    product = _product(operands, names=names, **params)
+    product = _product(operands, **params)
     if product is None:
         kernel = "kernel, chosen at run time: the shapes are symbolic"
     else:
         kernel = _extension.describe_block_quantized_mm(product)
-    return f"{kernel}, {' and '.join(at_each_call)} at each call" if at_each_call else kernel
+    return f"{kernel}, K padded to {_padded(k)} at each call" if k % _ALIGNED else kernel
 
 
-def _product(operands, *, names, num_batch, block, shared_b, symmetric, out_dtype, **params):
+def _product(operands, *, names, num_batch, block, shared_b, out_dtype, **params):
     """What `BlockQuantizedMmProblem` is made of; None where shapes are symbolic."""
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
-    m, count, (a, b, *_) = math.prod(rows), math.prod(batch), operands
+    m, count = math.prod(rows), math.prod(batch)
     if not all(isinstance(size, int) for size in (m, n, count)):
         return None
     zero_points = "".join(side for side in "ab" if f"zero_point_{side}" in names)
-    a_dtype = str(b.dtype if "scale_a" in names else a.dtype)
     sizes = m, n, _padded(k) if k % _ALIGNED else k, count
     kernel = _kernel_block(block, k), zero_points, _shares(n, shared_b)
-    return *sizes, str(b.dtype), str(out_dtype), *kernel, a_dtype, symmetric
+    return *sizes, str(operands[1].dtype), str(out_dtype), *kernel
 
 
 def _padded(k):
@@ -299,11 +241,9 @@ def _batch(operands, dims, *, names, num_batch, out_sharding, **params):
 # Differentiation
 
 
-def _jvp(primals, tangents, *, names, shared_b, symmetric, activation, out_dtype, **params):
+def _jvp(primals, tangents, *, names, shared_b, activation, out_dtype, **params):
     """By the scales, float zero points and bias, as of a product of the dequantized operands."""
-    assert "scale_a" in names  # products that quantize a have their own derivative
-    kept = {"names": names, "shared_b": shared_b, "symmetric": symmetric}
-    product = functools.partial(block_quantized_mm_p.bind, *primals, **kept, **params)
+    product = functools.partial(block_quantized_mm_p.bind, *primals, names=names, shared_b=shared_b, **params)
     values, vectors = primals[:2], dict(zip(names, primals[2:]))
     moving = {
         name: tangent
@@ -347,7 +287,6 @@ OP = dispatch.Op(
     describe=_describe,
     choice=_choice,
     partitioned=_partitioned,
-    prepared=_prepared,
 )
 dispatch.register(block_quantized_mm_p, OP)
 block_quantized_mm_p.def_abstract_eval(_abstract_eval)

@@ -154,21 +154,6 @@ def test_the_sums_come_from_the_quantizer():
     assert "reduce_sum" not in str(jax.make_jaxpr(f)(x, w))
 
 
-@pytest.mark.parametrize("k", [256, 300])
-@schemes
-def test_few_rows_are_quantized_by_the_product(scheme, k):
-    """With the same result as that of a quantizer and a product."""
-    x, w = normal(2, 8, k), weight(scheme, k, 8, contracted=(0,))
-    f = lambda x: jax_qmm.matmul(x, w, scheme=scheme, preferred_element_type=jnp.bfloat16)
-    (row,) = jax_qmm.explain(f, x).rows
-    assert "a quantized" in row.op and row.inputs == f"float32[2,8,{k}] x {scheme.dtype}[8,{k}]"
-    apart = lambda x: jax_qmm.block_scaled_mm(scheme.quantize_activation(x, 1), w.T, out_dtype=jnp.bfloat16)
-    np.testing.assert_array_equal(np.float32(jax.jit(f)(x)), np.float32(jax.jit(apart)(x)))
-    more = jnp.concatenate([x, x], 1)
-    assert len(jax_qmm.explain(f, more).rows) == 2
-    np.testing.assert_array_equal(np.float32(jax.jit(f)(more)[:, :8]), np.float32(jax.jit(f)(x)))
-
-
 @pytest.mark.parametrize("bias, late", [((8,), False), ((3, 1), True)])
 def test_bias_and_dtypes(bias, late):
     scheme = W8A8(tile_size=32)

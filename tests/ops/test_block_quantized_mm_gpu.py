@@ -377,14 +377,17 @@ def test_what_the_kernels_do_not_serve():
         (dict(block=np.int32(48)), "block is 48; it needs to be 32, 64, 128 or 256"),
         (dict(block=np.int32(32)), "scale_a has shape"),
         (dict(names="scale_a scale_b bias zero_point_b"), "names has more names than there are vectors"),
+        (dict(names="scale_a"), "scale_b is missing"),
+        (dict(names="scale_b"), "scale_a is missing"),
         (dict(activation="tanh"), "activation is"),
     ],
 )
 def test_bad_operands(wrong, message):
     _extension._load()
     a, scale = jnp.zeros((1, 3, 128), jnp.int8), jnp.ones((1, 3, 2))
-    attributes = dict(block=np.int32(64), symmetric=True, names="scale_a scale_b", activation="none") | wrong
+    attributes = dict(block=np.int32(64), names="scale_a scale_b", activation="none") | wrong
     attributes |= dict(low=F32(0), high=F32(0))
+    vectors = [scale] * attributes["names"].count("scale") + [jnp.ones((1, 3))] * ("bias" in attributes["names"])
     call = jax.ffi.ffi_call("jax_qmm_block_quantized_mm", jax.ShapeDtypeStruct((1, 3, 3), jnp.float32))
     with pytest.raises(Exception, match=message):
-        np.asarray(call(a, a, scale, scale, *[jnp.ones((1, 3))] * ("bias" in attributes["names"]), **attributes))
+        np.asarray(call(a, a, *vectors, **attributes))

@@ -180,7 +180,7 @@ def test_the_kernel_gets_what_its_handler_reads(monkeypatch):
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
     names = ("scale_a", "scale_b", "zero_point_a", "bias")
     params = {"num_batch": 0, "activation": checks.activation((0, 6)), "out_dtype": jnp.dtype(jnp.bfloat16)}
-    params |= {"shared_b": 1, "symmetric": True}
+    params |= {"shared_b": 1}
     for k, padded, block, sent in ((300, 300, 128, 128), (130, 144, 64, 64), (100, 100, 100, 128)):
         count = -(-k // block)
         a, b = jnp.ones((2, 3, k), jnp.int8), jnp.ones((6, k), jnp.int8)
@@ -196,7 +196,7 @@ def test_the_kernel_gets_what_its_handler_reads(monkeypatch):
             ("float32", (1, 6)),
         ]
         assert attributes == {
-            **{"block": sent, "symmetric": True, "names": "scale_a scale_b zero_point_a sums_b bias"},
+            **{"block": sent, "names": "scale_a scale_b zero_point_a sums_b bias"},
             **{"activation": "clamp", "low": 0.0, "high": 6.0},
         }
         assert type(attributes["block"]) is np.int32 and type(attributes["low"]) is np.float32
@@ -215,7 +215,6 @@ def test_kernels_get_one_scale_where_rows_of_w_share_it(monkeypatch):
 
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
     params = {"num_batch": 0, "activation": checks.activation(None), "out_dtype": jnp.dtype(jnp.float32), "block": 32}
-    params |= {"symmetric": True}
     for n, scales, shared, sent in (
         (256, 2, 128, 2),
         (512, 2, 256, 4),

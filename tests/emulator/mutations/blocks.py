@@ -3,7 +3,6 @@
 from mutations.mutant import Mutant
 
 BOTH_SIDES = "tests/ops/test_block_quantized_mm_gpu.py::{}"
-OF_FLOATS = "tests/ops/test_block_quantized_mm_floats_gpu.py::{}"
 TESTS = {
     "blocks by wgmma": [
         BOTH_SIDES.format("test_several_tiles_of_wgmma[64x64x128]"),
@@ -25,16 +24,11 @@ TESTS = {
         BOTH_SIDES.format("test_rows_of_whole_sixteens[few rows 16x32x1024-19-70-304-64]"),
         BOTH_SIDES.format("test_zero_points_of_whole_sixteens[few rows 8x32x2048-int-float32-256]"),
     ],
-    "quantizing few rows": [
-        OF_FLOATS.format("test_is_the_reference[bfloat16-9-70-5136-256-8x32x1024]"),
-        OF_FLOATS.format("test_zero_points[False-False-128-16x32x1024]"),
-    ],
 }
 
 WGMMA_OF_BLOCKS = "block_quantized_mm/wgmma_sm90.cuh"
 STAGES_OF_BLOCKS = "block_quantized_mm/stages_sm90.cuh"
 FEW_ROWS_OF_BLOCKS = "block_quantized_mm/few_rows.cuh"
-QUANTIZE_ROWS = "block_quantized_mm/quantize_rows.cuh"
 BLOCKS_THAT_STAY = "block_quantized_mm/persistent_sm90.cuh"
 TERMS_OF_BLOCKS = "block_quantized_mm/terms_sm90.cuh"
 PARTS_OF_BLOCKS = "block_quantized_mm/parts_sm90.cuh"
@@ -208,18 +202,4 @@ MUTANTS = [
         "    });\n    __syncthreads();\n",
         "    });\n",
     ),
-    Mutant(
-        "quantizing few rows: products before all is quantized",
-        FEW_ROWS_OF_BLOCKS,
-        "      quantize_a<C>(p, shared, l, first_m, first);\n      __syncthreads();\n",
-        "      quantize_a<C>(p, shared, l, first_m, first);\n",
-    ),
-    Mutant(
-        "quantizing few rows: rows beyond M", FEW_ROWS_OF_BLOCKS, "min(C::kTileM, p.m - first_m), p.k", "C::kTileM, p.k"
-    ),
-    Mutant(
-        "quantizing few rows: columns beyond K", QUANTIZE_ROWS, "ahead.row < rows && column < end", "ahead.row < rows"
-    ),
-    Mutant("quantizing few rows: the range of half a block", QUANTIZE_ROWS, "apart < lanes", "2 * apart < lanes"),
-    Mutant("quantizing few rows: sums of absent columns", QUANTIZE_ROWS, "if (!is_there) words = {0, 0};", ""),
 ]

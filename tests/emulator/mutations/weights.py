@@ -6,6 +6,7 @@ BLOCKS = "tests/ops/test_block_scaled_mm_gpu.py::{}"
 BLOCKS_SM90 = "tests/ops/test_block_scaled_mm_sm90_gpu.py::{}"
 EXPANDED = "tests/ops/test_expanded_mm_gpu.py::{}"
 WEIGHTS_OF_WINDOWS = "tests/ops/test_weight_only_conv_gpu.py::{}"
+STREAM_K = "sm90 wgmma 32x128x128 stream-K int4 in blocks of 128"
 TESTS = {
     "block scaled": [
         BLOCKS.format("test_rows_around_the_tiles[9-4]"),
@@ -41,7 +42,8 @@ TESTS = {
             f"test_persistent_blocks[{sizes}-True-bfloat16-sm90 wgmma 256x128x128 cluster 2 persistent int4]"
         )
         for sizes in ("1-300-136-1440-96", "2-257-264-416-64")
-    ],
+    ]
+    + [EXPANDED.format(f"test_persistent_blocks[1-40-200-5280-128-True-bfloat16-{STREAM_K}]")],
     "weights in fp8": [
         BLOCKS_SM90.format("test_shapes_and_blocks[1-129-520-256-int8-float8_e4m3fn-4]"),
         BLOCKS_SM90.format("test_shapes_and_blocks[130-140-1416-320-none-float8_e4m3fn-4]"),
@@ -251,6 +253,7 @@ MUTANTS = [
     Mutant(
         "weights in int8: the other half of a word", INT8_WEIGHTS, "lane % 2 == 0 ? 0x5410", "lane % 2 != 0 ? 0x5410"
     ),
+    Mutant("weights in int8: no other part is added", WEIGHTS, "own.is_left, others);", "own.is_left, 0);"),
     Mutant("weights in int8: the row's own order of words", WEIGHTS, "(j ^ (row / 2 + 4 * h) % 4)", "j"),
     Mutant("weights in int8: the scale of another row", STREAMS, "lane % 4 * 2 + i % 2;", "lane % 4 * 2;"),
     Mutant(
