@@ -63,7 +63,7 @@ def test_a_model_with_blocks_on_both_sides(kind, scheme):
     assert 0.6 * expected < error / 3**0.5 < 1.5 * expected  # of three layers
     assert [row.scheme for row in report.quantized] == [str(scheme)] * 3 and not report.skipped
     assert all(0.6 * expected < row.error < 1.5 * expected for row in report.quantized)
-    products = [row.op for row in jax_qmm.explain(f, data(*X)).rows]
+    products = [row.op for row in jax_qmm.explain(f, data(*X)).rows if not row.op.startswith("quantize")]
     # The last contracts heads of 64 features, within which its blocks lie.
     tiles = [scheme.tile_size, scheme.tile_size, 64]
     assert [op.split(",")[0].rstrip(")") for op in products] == [f"block_scaled_mm (blocks of {tile}" for tile in tiles]
