@@ -183,21 +183,23 @@ def gpu():
 
 def scaled_mm_workspace(devices, m, n, k, batch, a_dtype, out_dtype, fast_accum, full_epilogue) -> int:
     """Bytes that the kernels for this product need for partial sums, on the GPUs of this process among `devices`."""
-    kernels, _ = _load()
-    problem = (m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum, full_epilogue)
-    return max((kernels.ScaledMmProblem(*problem).workspace(gpu) for gpu in _gpus_among(devices)), default=0)
+    product = m, n, k, batch, str(a_dtype), str(out_dtype), fast_accum, full_epilogue
+    return _workspace("ScaledMmProblem", devices, product)
 
 
 def block_scaled_mm_workspace(devices, product) -> int:
     """Likewise for a `BlockScaledMmProblem`."""
-    kernels, _ = _load()
-    return max((kernels.BlockScaledMmProblem(*product).workspace(gpu) for gpu in _gpus_among(devices)), default=0)
+    return _workspace("BlockScaledMmProblem", devices, product)
 
 
 def expanded_mm_workspace(devices, product) -> int:
     """Likewise for an `ExpandedMmProblem`."""
+    return _workspace("ExpandedMmProblem", devices, product)
+
+
+def _workspace(problem, devices, product):
     kernels, _ = _load()
-    return max((kernels.ExpandedMmProblem(*product).workspace(gpu) for gpu in _gpus_among(devices)), default=0)
+    return max((getattr(kernels, problem)(*product).workspace(gpu) for gpu in _gpus_among(devices)), default=0)
 
 
 def _gpus_among(devices):

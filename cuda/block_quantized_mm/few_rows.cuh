@@ -21,8 +21,7 @@ namespace jax_qmm::block_quantized::few_rows {
 constexpr int kTurn = 128;  // columns that a warp multiplies at a time, a part of a block or some of them
 
 struct Params {
-  void const* a;
-  uint8_t const* b;
+  uint8_t const *a, *b;
   void* out;
   int m, n, k;
   int64_t a_batch_stride, b_batch_stride, out_batch_stride;
@@ -122,7 +121,7 @@ template <class C>
 __device__ void sum_blocks(Params const& p, typename C::Shared& shared, int l, int first_m, int first_n, int first) {
   using Accumulator = typename C::Accumulator;
   int const warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
-  uint8_t const* const a = static_cast<uint8_t const*>(p.a) + l * p.a_batch_stride;
+  uint8_t const* const a = p.a + l * p.a_batch_stride;
   uint8_t const* const b = p.b + l * p.b_batch_stride;
   int const block = 1 << p.log2_block, unit = max(kTurn, block);  // columns: whole turns, and whole blocks
   int const begin = first * block, end = begin + min(p.k - begin, C::kBlocks * block);
@@ -252,7 +251,7 @@ cudaError_t prepare(bool& fits) {
 
 template <class C>
 cudaError_t launch(BlockQuantizedMm const& p, Submit const& submit) {
-  Params const params{p.a,
+  Params const params{static_cast<uint8_t const*>(p.a),
                       static_cast<uint8_t const*>(p.b),
                       p.out,
                       p.m,

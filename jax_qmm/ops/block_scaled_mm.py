@@ -170,10 +170,8 @@ def _kernel(*operands, names, num_batch, qtype, packed, block, activation, out_d
     x, w, *vectors = operands
     if not packed:
         w, vectors = packed_leaves(w, vectors)
-    results = [jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)]
-    if workspace:
-        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
-    out, *_ = jax.ffi.ffi_call("jax_qmm_block_scaled_mm", results)(
+    result = jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)
+    out, *_ = jax.ffi.ffi_call("jax_qmm_block_scaled_mm", dispatch.with_workspace(result, workspace))(
         *matmul_form.fold([x, w, *vectors], _labels(names), num_batch),
         bits=np.int32(jnp.iinfo(qtype).bits),
         block=np.int32(max(block, 1)),  # without columns, blocks have none

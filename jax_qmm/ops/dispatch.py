@@ -7,6 +7,8 @@ import sys
 import warnings
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 from jax import export
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -94,6 +96,11 @@ def run(platforms, devices, op, *operands, **params):
     if op.workspace is not None:
         params["workspace"] = op.workspace(devices, operands, **params)
     return op.kernel(*operands, **params)
+
+
+def with_workspace(result: jax.ShapeDtypeStruct, workspace: int) -> list[jax.ShapeDtypeStruct]:
+    """What the custom call of a kernel gives: its result, and as many bytes of workspace, if it needs any."""
+    return [result, *([jax.ShapeDtypeStruct((workspace,), jnp.uint8)] if workspace else [])]
 
 
 _noted = set()

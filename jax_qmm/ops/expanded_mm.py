@@ -61,10 +61,8 @@ def _abstract_eval(*operands, num_batch, out_dtype, out_sharding, **params):
 
 def _kernel(*operands, names, num_batch, block, out_dtype, workspace):
     batch, rows, n, k = matmul_form.sizes(operands, num_batch)
-    results = [jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)]
-    if workspace:
-        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
-    out, *_ = jax.ffi.ffi_call("jax_qmm_expanded_mm", results)(
+    result = jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)
+    out, *_ = jax.ffi.ffi_call("jax_qmm_expanded_mm", dispatch.with_workspace(result, workspace))(
         *matmul_form.fold(operands, _labels(names), num_batch),
         block=np.int32(_whole(block, k)),
         names=" ".join(names),

@@ -145,10 +145,8 @@ def _abstract_eval(*operands, num_batch, out_dtype, out_sharding, **params):
 
 def _kernel(*operands, names, num_batch, out_dtype, fast_accum, activation, workspace):
     batch, rows, n, _ = matmul_form.sizes(operands, num_batch)
-    results = [jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)]
-    if workspace:
-        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
-    out, *_ = jax.ffi.ffi_call("jax_qmm_scaled_mm", results)(
+    result = jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), n), out_dtype)
+    out, *_ = jax.ffi.ffi_call("jax_qmm_scaled_mm", dispatch.with_workspace(result, workspace))(
         *matmul_form.fold(operands, _labels(names), num_batch),
         names=" ".join(names),
         fast_accum=fast_accum,

@@ -162,11 +162,9 @@ def _kernel(lhs, w, *vectors, names, window, taps, qtype, packed, block, activat
         w, vectors = packed_leaves(w, vectors)
     shape = _out_shape(lhs, w, window, taps)
     of_kernel = lambda shape: (shape[0], *in_three(shape[1:-1]), shape[-1])
-    results = [jax.ShapeDtypeStruct(of_kernel(shape), out_dtype)]
+    result = jax.ShapeDtypeStruct(of_kernel(shape), out_dtype)
     strides, before, dilation = (np.array(sizes, np.int32) for sizes in window.moves())
-    if workspace:
-        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
-    out, *_ = jax.ffi.ffi_call("jax_qmm_weight_only_conv", results)(
+    out, *_ = jax.ffi.ffi_call("jax_qmm_weight_only_conv", dispatch.with_workspace(result, workspace))(
         *(lhs.reshape(of_kernel(lhs.shape)), *(x[None] for x in (w, *vectors))),
         taps=np.array(in_three(taps), np.int32),
         strides=strides,
