@@ -117,6 +117,48 @@ Problem sized(int m, int n, int k, int batch, std::string const& out) {
   return problem;
 }
 
+// Which kernels serve a problem on a GPU, in words, by the functions of its header; with `kWorkspace`, which of these
+// may need some.
+template <auto kSelect, auto kChoices, auto kDescribe, bool kWorkspace, class Problem>
+void bind_choices(nb::class_<Problem>& type) {
+  type.def(
+      "select",
+      [](Problem const& p, Gpu const& gpu) -> std::optional<std::string> {
+        auto const choice = kSelect(p, gpu);
+        if (!choice) return std::nullopt;
+        return kDescribe(*choice);
+      },
+      nb::arg("gpu"), "The kernel that serves it on a GPU, in words; None where there is none.");
+  if constexpr (kWorkspace) {
+    type.def(
+        "choices",
+        [](Problem const& p, Gpu const& gpu) {
+          std::vector<std::pair<std::string, int64_t>> found;
+          for (auto const choice : kChoices(p, gpu)) {
+            found.emplace_back(kDescribe(choice), workspace_of(p, choice, gpu));
+          }
+          return found;
+        },
+        nb::arg("gpu"), "All kernels that serve it, in words, and the bytes of workspace of each.");
+    type.def(
+        "workspace",
+        [](Problem const& p, Gpu const& gpu) {
+          auto const choice = kSelect(p, gpu);
+          return choice ? workspace_of(p, *choice, gpu) : 0;
+        },
+        nb::arg("gpu"), "The bytes that the kernel needs beside the result.");
+  } else {
+    type.def(
+        "choices",
+        [](Problem const& p, Gpu const& gpu) {
+          std::vector<std::string> found;
+          for (auto const choice : kChoices(p, gpu)) found.push_back(kDescribe(choice));
+          return found;
+        },
+        nb::arg("gpu"), "All kernels that serve it, in words.");
+  }
+}
+
 void bind_scaled_mm(nb::module_& m) {
   nb::class_<ScaledMm>(m, "ScaledMmProblem", "A product, and the kernels (index, swizzle) that can compute it.")
       .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, bool fast_accum,
@@ -197,8 +239,8 @@ Windows windows_of(WindowsOf const& given) {
 }
 
 void bind_block_scaled_mm(nb::module_& m) {
-  nb::class_<BlockScaledMm>(m, "BlockScaledMmProblem", "A product with weights that have scales for blocks of K.")
-      .def(
+  nb::class_<BlockScaledMm> type(m, "BlockScaledMmProblem", "A product with weights that have scales for blocks of K.");
+  type.def(
           nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int bits,
                       int block, std::optional<std::string> const& zero_point, std::optional<WindowsOf> const& windows,
                       bool ends_apart) {
@@ -220,42 +262,18 @@ void bind_block_scaled_mm(nb::module_& m) {
           "result, strides, padding before the image, and dilation of the window. It ends apart where XLA, given "
           "dequantized weights, would take a pass of its own for a bias or an activation.")
       .def(
-          "select",
-          [](BlockScaledMm const& p, Gpu const& gpu) -> std::optional<std::string> {
-            auto const choice = select_block_scaled_mm(p, gpu);
-            if (!choice) return std::nullopt;
-            return describe_block_scaled_mm(*choice);
-          },
-          "The kernel that serves it on a GPU, in words; None where there is none.")
-      .def(
-          "choices",
-          [](BlockScaledMm const& p, Gpu const& gpu) {
-            std::vector<std::pair<std::string, int64_t>> found;
-            for (auto const choice : block_scaled_mm_choices(p, gpu)) {
-              found.emplace_back(describe_block_scaled_mm(choice), workspace_of(p, choice, gpu));
-            }
-            return found;
-          },
-          nb::arg("gpu"), "All kernels that serve it, in words, and the bytes of workspace of each.")
-      .def(
-          "workspace",
-          [](BlockScaledMm const& p, Gpu const& gpu) {
-            auto const choice = select_block_scaled_mm(p, gpu);
-            return choice ? workspace_of(p, *choice, gpu) : 0;
-          },
-          nb::arg("gpu"), "The bytes that this kernel needs beside the result.")
-      .def(
           "predict", [](BlockScaledMm const& p, Gpu const& gpu) { return 1e6 * predict_block_scaled_mm(p, gpu); },
           nb::arg("gpu"), "Microseconds that it is predicted to take; infinite where there is none.")
       .def("dequantizes_once", dequantizes_once, nb::arg("gpu"),
            "Whether XLA's product of weights that are dequantized once is predicted to be faster than any kernel.");
+  bind_choices<select_block_scaled_mm, block_scaled_mm_choices, describe_block_scaled_mm, true>(type);
   m.def("restrict_block_scaled_mm", restrict_block_scaled_mm, nb::arg("words"),
         "Leaves only the kernels whose words have this to choose from, not XLA's product; all with \"\". For tests.");
 }
 
 void bind_block_quantized_mm(nb::module_& m) {
-  nb::class_<BlockQuantizedMm>(m, "BlockQuantizedMmProblem", "A product, and the kernel that can compute it.")
-      .def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int block,
+  nb::class_<BlockQuantizedMm> type(m, "BlockQuantizedMmProblem", "A product, and the kernel that can compute it.");
+  type.def(nb::new_([](int m, int n, int k, int batch, std::string const& in, std::string const& out, int block,
                        std::string const& zero_points, bool shared_b) {
              auto problem = sized<BlockQuantizedMm>(m, n, k, batch, out);
              problem.in = dtype(in);
@@ -271,71 +289,31 @@ void bind_block_quantized_mm(nb::module_& m) {
            nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("dtype"), nb::arg("out_dtype"),
            nb::arg("block"), nb::arg("zero_points"), nb::arg("shared_b") = false,
            "With zero points of the sides that are named, \"a\", \"b\" or \"ab\"; whether 128 rows of b share their "
-           "scales.")
-      .def(
-          "select",
-          [](BlockQuantizedMm const& p, Gpu const& gpu) -> std::optional<std::string> {
-            auto const choice = select_block_quantized_mm(p, gpu);
-            if (!choice) return std::nullopt;
-            return describe_block_quantized_mm(*choice);
-          },
-          "The kernel that serves it on a GPU, in words; None where there is none.")
-      .def(
-          "choices",
-          [](BlockQuantizedMm const& p, Gpu const& gpu) {
-            std::vector<std::string> found;
-            for (int const choice : block_quantized_mm_choices(p, gpu)) {
-              found.push_back(describe_block_quantized_mm(choice));
-            }
-            return found;
-          },
-          nb::arg("gpu"), "All kernels that serve it, in words.");
+           "scales.");
+  bind_choices<select_block_quantized_mm, block_quantized_mm_choices, describe_block_quantized_mm, false>(type);
   m.def("restrict_block_quantized_mm", restrict_block_quantized_mm, nb::arg("words"),
         "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
 }
 
 void bind_expanded_mm(nb::module_& m) {
-  nb::class_<ExpandedMm>(m, "ExpandedMmProblem", "A product of int8 and int4, and the kernel that can compute it.")
-      .def(nb::new_([](int m, int n, int k, int batch, std::string const& out, int block) {
+  nb::class_<ExpandedMm> type(m, "ExpandedMmProblem",
+                              "A product of int8 and int4, and the kernel that can compute it.");
+  type.def(nb::new_([](int m, int n, int k, int batch, std::string const& out, int block) {
              auto problem = sized<ExpandedMm>(m, n, k, batch, out);
              problem.in = DType::kS8;
              problem.block = block;
              problem.workspace_bytes = kMostWorkspace;
              return problem;
            }),
-           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("out_dtype"), nb::arg("block"))
-      .def(
-          "select",
-          [](ExpandedMm const& p, Gpu const& gpu) -> std::optional<std::string> {
-            auto const choice = select_expanded_mm(p, gpu);
-            if (!choice) return std::nullopt;
-            return describe_expanded_mm(*choice);
-          },
-          "The kernel that serves it on a GPU, in words; None where there is none.")
-      .def(
-          "choices",
-          [](ExpandedMm const& p, Gpu const& gpu) {
-            std::vector<std::pair<std::string, int64_t>> found;
-            for (int const choice : expanded_mm_choices(p, gpu)) {
-              found.emplace_back(describe_expanded_mm(choice), workspace_of(p, choice, gpu));
-            }
-            return found;
-          },
-          nb::arg("gpu"), "All kernels that serve it, in words, and the bytes of workspace of each.")
-      .def(
-          "workspace",
-          [](ExpandedMm const& p, Gpu const& gpu) {
-            auto const choice = select_expanded_mm(p, gpu);
-            return choice ? workspace_of(p, *choice, gpu) : 0;
-          },
-          nb::arg("gpu"), "The bytes that the kernel needs beside the result.");
+           nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("batch"), nb::arg("out_dtype"), nb::arg("block"));
+  bind_choices<select_expanded_mm, expanded_mm_choices, describe_expanded_mm, true>(type);
   m.def("restrict_expanded_mm", restrict_expanded_mm, nb::arg("words"),
         "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
 }
 
 void bind_conv(nb::module_& m) {
-  nb::class_<Conv>(m, "ConvProblem", "A convolution, and the kernel that can compute it.")
-      .def(nb::new_([](int batch, int images, int channels, int n, int groups, Sizes image, Sizes taps, Sizes pixels,
+  nb::class_<Conv> type(m, "ConvProblem", "A convolution, and the kernel that can compute it.");
+  type.def(nb::new_([](int batch, int images, int channels, int n, int groups, Sizes image, Sizes taps, Sizes pixels,
                        Sizes strides, Sizes before, Sizes dilation, std::string const& out, bool zero_points,
                        std::string const& residual) {
              Conv problem{};
@@ -356,23 +334,8 @@ void bind_conv(nb::module_& m) {
            nb::arg("out_dtype"), nb::arg("zero_points"), nb::arg("residual") = "",
            "Of channels of a group and output channels n, whether any side has zero points, and the dtype of a "
            "residual, if there is one. The others are of three axes: sizes of the image, the window and the result, "
-           "strides, padding before the image, and dilation of the window.")
-      .def(
-          "select",
-          [](Conv const& p, Gpu const& gpu) -> std::optional<std::string> {
-            auto const choice = select_conv(p, gpu);
-            if (!choice) return std::nullopt;
-            return describe_conv(*choice);
-          },
-          "The kernel that serves it on a GPU, in words; None where there is none.")
-      .def(
-          "choices",
-          [](Conv const& p, Gpu const& gpu) {
-            std::vector<std::string> found;
-            for (int const choice : conv_choices(p, gpu)) found.push_back(describe_conv(choice));
-            return found;
-          },
-          nb::arg("gpu"), "All kernels that serve it, in words.");
+           "strides, padding before the image, and dilation of the window.");
+  bind_choices<select_conv, conv_choices, describe_conv, false>(type);
   m.def("restrict_conv", restrict_conv, nb::arg("words"),
         "Leaves only the kernels whose words have this to choose from; all with \"\". For tests.");
 }

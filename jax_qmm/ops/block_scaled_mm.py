@@ -271,7 +271,7 @@ _FLOAT32_ROWS = 16
 
 def _workspace(devices, operands, **params):
     product = _product(operands, **params)
-    return _extension.block_scaled_mm_workspace(devices, product) if product and devices else 0
+    return _extension.block_scaled_mm_workspace(devices, product) if product else 0
 
 
 def _choice(operands, results, *, packed, **params):

@@ -36,7 +36,7 @@ class Op:
       partitioned: called with `run` for the platforms at hand and the shapes of whole operands, gives a function
         of operands that may be sharded.
       workspace: called with the program's devices and the operands, gives what the kernel gets as `workspace`: the
-        bytes that it needs beside its result. None where it needs none.
+        bytes that it needs beside its result. None where it needs none. Kernels for devices that are not known get 0.
       by_xla: called likewise, says why a GPU is to run `xla` and no kernel; None if the kernel is to run. That is a
         choice and no fallback: nothing warns.
       xla: the op in operations of XLA, a function of the operands, for `by_xla`.
@@ -94,7 +94,7 @@ def run(platforms, devices, op, *operands, **params):
         return op.xla(*operands, **params)
     operands, params = op.prepared(devices, operands, **params)
     if op.workspace is not None:
-        params["workspace"] = op.workspace(devices, operands, **params)
+        params["workspace"] = op.workspace(devices, operands, **params) if devices else 0
     return op.kernel(*operands, **params)
 
 

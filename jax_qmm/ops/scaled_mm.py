@@ -172,7 +172,7 @@ def _describe(operands, results, *, names, activation, **params):
 
 def _workspace(devices, operands, **params):
     product = _product(operands, **params)
-    return _extension.scaled_mm_workspace(devices, *product) if product and devices else 0
+    return _extension.scaled_mm_workspace(devices, *product) if product else 0
 
 
 def _choice(operands, results, **params):

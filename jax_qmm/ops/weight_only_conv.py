@@ -302,7 +302,7 @@ def _problem(operands, *, names, window, taps, qtype, block, activation, out_dty
 
 def _workspace(devices, operands, **params):
     problem = _problem(operands, **params)
-    return _extension.block_scaled_mm_workspace(devices, problem) if problem and devices else 0
+    return _extension.block_scaled_mm_workspace(devices, problem) if problem else 0
 
 
 def _describe(operands, results, *, names, window, taps, qtype, packed, block, activation, **params):
