@@ -34,6 +34,7 @@
 #include "block_quantized_mm/stages_sm90.cuh"
 #include "block_quantized_mm/sum.cuh"
 #include "block_quantized_mm/terms_sm90.cuh"
+#include "core/boxes.cuh"
 #include "core/cluster.cuh"
 #include "core/launch.cuh"
 #include "core/prepare.h"
@@ -66,6 +67,7 @@ struct PersistentSm90 {
   static constexpr int kSlots = kVectors == 1 ? 4 : 2;
   using Terms = float[kVectors][kBlocksOfSlot][kLines];
   static constexpr int kBoxBytes = 64 * kStep;  // of results: 64 rows of a warpgroup
+  static constexpr int kBoxRows = 32;           // of a
   static constexpr int kStageBytes = 2 * kTile * kStep;
   static constexpr int kStages = (227 * 1024 - 2048 - 2 * kBoxBytes - int(sizeof(Terms)) * kSlots) / kStageBytes;
   struct Shared {
@@ -151,14 +153,20 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       uint64_t const again = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
       constexpr int kRowsB = kTile / kShare;
       Ring<kStages> stage;
+      BoxesOfTile<kStages, kTile / C::kBoxRows> boxes;
       each_tile([&](Tile const& at) {
+        boxes.start((max(p.a.rows - at.first_m, 0) + C::kBoxRows - 1) / C::kBoxRows, steps);
 #pragma unroll 1
         for (int i = 0; i < steps; ++i, stage.advance()) {
           int const column = first_column + i * kStep;
           uint64_t* const full = &shared.full[stage.at];
           if (stage.turn > 0) Empty::wait(&shared.empty[stage.at], (stage.turn - 1) & 1);
-          Full::arrive_and_expect_tx(full, C::kStageBytes);
-          SM90_TMA_LOAD_3D::copy(&boxes_a, full, again, shared.a[stage.at], column, at.first_m, p.a.batched ? at.l : 0);
+          int const rows = boxes.count(i) * C::kBoxRows;
+          Full::arrive_and_expect_tx(full, (rows + kTile) * kStep);
+          for (int row = 0; row < rows; row += C::kBoxRows) {
+            SM90_TMA_LOAD_3D::copy(&boxes_a, full, again, shared.a[stage.at] + row * kStep, column, at.first_m + row,
+                                   p.a.batched ? at.l : 0);
+          }
           auto* const to = shared.b[stage.at] + rank * kRowsB * kStep;
           int const row = at.first_n + rank * kRowsB, entry = p.b.batched ? at.l : 0;
           if constexpr (kShare > 1) {
@@ -419,7 +427,8 @@ cudaError_t launch_persistent(BlockQuantizedMm const& problem, Submit const& sub
   p.bias = epilogue.bias, p.output = epilogue.output;
 
   CUtensorMap boxes_a, boxes_b, boxes_out;
-  cudaError_t error = make_boxes(problem.a, problem.k, problem.m, p.a.batched ? problem.batch : 1, C::kTile, boxes_a);
+  cudaError_t error =
+      make_boxes(problem.a, problem.k, problem.m, p.a.batched ? problem.batch : 1, C::kBoxRows, boxes_a);
   if (error == cudaSuccess) {
     error = make_boxes(problem.b, problem.k, p.n, p.b.batched ? problem.batch : 1, C::kTile / C::kShare, boxes_b);
   }

@@ -75,6 +75,8 @@ struct ConfigSm90 {
   // Of a lane; together no more than the block has at its launch.
   static constexpr int kRegisters = kThree ? 88 : 72, kMathRegisters = kThree ? 136 : 216;
   static constexpr int kTermsWarps = kMovesRegisters ? 2 : 1;
+  // Each block of a cluster loads a box of so many rows of x, and then the next ones.
+  static constexpr int kBoxRows = Persistent && !Windows && TileM >= 64 ? 32 : TileM / kShare;
   static constexpr int kBytesX = kRowBytes * TileM, kBoxesW = Bits / 4, kTerms = kStep / kUnit;  // of a stage
   static constexpr int kWords = (kFp8 ? 8 : 4) * kBoxesW;  // that a lane takes of a row of a stage
   static constexpr int kStageBytes =

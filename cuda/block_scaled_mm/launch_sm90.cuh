@@ -57,7 +57,7 @@ cudaError_t launch_wgmma(BlockScaledMm const& problem, int split, typename C::Ep
 
   bool const x_batched = problem.x_batch_stride != 0, w_batched = problem.w_batch_stride != 0;
   // Sums that are left in memory are of whole tiles, so that there x has zeros for the rows beyond it.
-  int const box_rows = C::kPersistent ? C::kTileM / C::kShare : std::min(C::kTileM, problem.m);
+  int const box_rows = C::kPersistent ? C::kBoxRows : std::min(C::kTileM, problem.m);
   int64_t const m = problem.m, n = problem.n, k = problem.k, batch = problem.batch;
   int64_t const row_bytes = C::kInt8 ? k / 2 : problem.row_bytes();  // of weights, which beside int8 are plain
   CUtensorMap boxes_x, boxes_w, boxes_out{};

@@ -33,6 +33,7 @@
 #include "block_scaled_mm/kernel.cuh"
 #include "block_scaled_mm/streams_sm90.cuh"
 #include "block_scaled_mm/windows_sm90.cuh"
+#include "core/boxes.cuh"
 #include "core/cluster.cuh"
 #include "cute/arch/cluster_sm90.hpp"
 #include "cutlass/arch/barrier.h"
@@ -175,10 +176,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     if (warp == kMathWarps && elect_one_sync()) {
       cudaGridDependencySynchronize();
       int stage = 0, turn = 0;
+      constexpr int kRowsAtOnce = kShare * C::kBoxRows;
+      BoxesOfTile<kStages, kTileM / kRowsAtOnce> boxes;
       each_piece([&](Piece const& piece) {
+        boxes.start((p.m - piece.first_m + kRowsAtOnce - 1) / kRowsAtOnce, piece.steps);
         for (int i = 0; i < piece.steps; ++i) {
           uint64_t* full = &shared.full[stage];
-          int const bytes_x = kShare * own.box_rows * kRowBytes;  // of a box
+          int const count = boxes.count(i), bytes_x = count * kShare * own.box_rows * kRowBytes;
           if (turn > 0) Empty::wait(&shared.empty[stage], (turn - 1) & 1);
           Full::arrive_and_expect_tx(full, sizeof(shared.w[stage]) + (C::kHalves ? 1 : C::kBoxesX) * bytes_x);
           load_w(piece, i, [&](int byte, int box) {
@@ -194,15 +198,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
             }
             int const column = (piece.first_step + i) * kStep + b * C::kColumnsX, entry = own.x_batched ? piece.l : 0;
             uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST);
-            int const row = rank * own.box_rows, m = piece.first_m + row;
-            uint8_t* const box = shared.x[stage][b] + row * kRowBytes;
-            if constexpr (C::kWindows) {
-              own.windows.template load<kShare, sizeof(Element)>(boxes_x, full, box, column, m);
-            } else if constexpr (kShare > 1) {
-              SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_x, full, uint16_t((1 << kShare) - 1), hint, box, column, m,
-                                               entry);
-            } else {
-              SM90_TMA_LOAD_3D::copy(&boxes_x, full, hint, box, column, m, entry);
+            for (int j = 0; j < count; ++j) {
+              int const row = (j * kShare + rank) * own.box_rows, m = piece.first_m + row;
+              uint8_t* const box = shared.x[stage][b] + row * kRowBytes;
+              if constexpr (C::kWindows) {
+                own.windows.template load<kShare, sizeof(Element)>(boxes_x, full, box, column, m);
+              } else if constexpr (kShare > 1) {
+                SM90_TMA_LOAD_MULTICAST_3D::copy(&boxes_x, full, uint16_t((1 << kShare) - 1), hint, box, column, m,
+                                                 entry);
+              } else {
+                SM90_TMA_LOAD_3D::copy(&boxes_x, full, hint, box, column, m, entry);
+              }
             }
           }
           if (++stage == kStages) stage = 0, ++turn;

@@ -151,8 +151,14 @@ MUTANTS = [
     Mutant(
         "blocks that stay: too few bytes are expected",
         BLOCKS_THAT_STAY,
-        "expect_tx(full, C::kStageBytes)",
-        "expect_tx(full, C::kStageBytes / 2)",
+        "(rows + kTile) * kStep",
+        "kTile * kStep",
+    ),
+    Mutant(
+        "blocks that stay: a box of rows is left out",
+        BLOCKS_THAT_STAY,
+        "+ C::kBoxRows - 1) / C::kBoxRows",
+        ") / C::kBoxRows",
     ),
     Mutant("blocks that stay: a block of 64 in the wrong half", BLOCKS_THAT_STAY, "kHalves ? 2 * half : 0", "0"),
     Mutant("blocks that stay: scales of other rows", BLOCKS_THAT_STAY, "scales[i / 2 % 2]", "scales[i % 2]"),

@@ -62,7 +62,7 @@ TESTS = {
 MAIN_LOOP = "scaled_mm/multistage.cuh"
 WEIGHTS = "block_scaled_mm/wgmma_sm90.cuh"
 STREAMS = "block_scaled_mm/streams_sm90.cuh"
-LAUNCH = "block_scaled_mm/launch_sm90.cuh"
+BOXES = "core/boxes.cuh"
 WINDOWS_OF_WEIGHTS = "block_scaled_mm/windows_sm90.cuh"
 EXPANSION = "expanded_mm/expansion.cuh"
 FEW_ROWS = "expanded_mm/few_rows.cu"
@@ -200,8 +200,9 @@ MUTANTS = [
         WEIGHTS,
         "      release(C::kHalves ? &shared.second_empty[before] : &shared.empty[before], 0);\n",
     ),
+    Mutant("weights of streams: no zeros for rows beyond the last", BOXES, "stale_ = kBoxes", "stale_ = 0"),
     Mutant(
-        "weights of streams: no room for others' zeros", LAUNCH, "C::kPersistent ? C::kTileM / C::kShare", "false ? 1"
+        "weights of streams: a box of rows is left out", WEIGHTS, "+ kRowsAtOnce - 1) / kRowsAtOnce", ") / kRowsAtOnce"
     ),
     Mutant("weights of streams: columns of another row", STREAMS, "(eight ^ row % 8) * 16", "eight * 16"),
     Mutant(
